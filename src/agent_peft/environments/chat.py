@@ -231,9 +231,7 @@ def read_messages(
     place: str, value: Any, column: str, role: Literal["user", "assistant"], calls: bool = False
 ) -> list[Message]:
     """Messages, from a list of objects with role and content, or from a text: one message of ``role``.
-
-    Args:
-        calls: read calls of tools, their results and thoughts, too; without it calls are an error.
+    ``calls``: read calls of tools, their results and thoughts, too; without it calls are an error.
     """
     listed = message_list(place, value, column)
     if listed is None and isinstance(value, str) and value.strip():

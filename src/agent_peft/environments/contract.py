@@ -185,10 +185,8 @@ def result_of(episode: Episode, action: str, fault: str | None = None) -> StepRe
     """Act in an episode, and return its result. An outcome or a stop reason may be the text of one.
 
     The episode gets the action without its thoughts, so that no environment acts on a thought. It gets an
-    empty action where a thought is not closed.
-
-    Args:
-        fault: of an action that was read before: what is wrong with it, or an empty text.
+    empty action where a thought is not closed. ``fault``: of an action that was read before: what is wrong
+    with it, or an empty text.
     """
     if fault is None:
         reply = read_reply(action)

@@ -133,8 +133,13 @@ class GSM8K(TableEnvironment):
             )
         self._tasks = self._tasks[: config.limit]
         left_out = (*problems[: config.offset], *problems[config.offset + len(self._tasks) :])
+        shown = config.answer_format.replace(ANSWER, "<number>")
+        examples = (
+            f"Problem: {problem.question}\nSolution:\n{self._solution(problem)}"
+            for problem in self._examples(left_out)
+        )
         self.prompt = "\n\n".join(
-            filter(None, (self._instruction(), *map(self._shown, self._examples(left_out))))
+            filter(None, (fill(config.instruction, {"answer_format": shown}), *examples))
         )
         self._pattern = answer_pattern(config.answer_format)
 
@@ -165,13 +170,6 @@ class GSM8K(TableEnvironment):
     def _solution(self, problem: WordProblem) -> str:
         reasoning = problem.reasoning if self.config.annotations else _ANNOTATION.sub("", problem.reasoning)
         return f"{reasoning}\n{self.config.answer_format.replace(ANSWER, problem.number)}".lstrip("\n")
-
-    def _instruction(self) -> str:
-        answer_format = self.config.answer_format.replace(ANSWER, "<number>")
-        return fill(self.config.instruction, {"answer_format": answer_format})
-
-    def _shown(self, problem: WordProblem) -> str:
-        return f"Problem: {problem.question}\nSolution:\n{self._solution(problem)}"
 
     def _examples(self, left_out: Sequence[Task]) -> list[WordProblem]:
         config = self.config

@@ -65,11 +65,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start the machine. Call this once.
-
-        Raises:
-            InfrastructureError: the machine did not start.
-        """
+        """Start the machine. Call this once. Raises `InfrastructureError`: the machine did not start."""
 
     @abstractmethod
     def run(self, command: str, timeout: float) -> CommandResult:

@@ -55,11 +55,8 @@ class BaseImage:
     """The lower layers of all machines of this process, and the folder on which a root is mounted."""
 
     def __init__(self, folder: Path, first_ids: Mapping[str, int] | None) -> None:
-        """Make the layers.
-
-        Args:
-            folder: where; it must not exist.
-            first_ids: by "uid" and "gid", the ids outside of a machine's root, None where it is ours.
+        """Make the layers. ``folder``: where; it must not exist. ``first_ids``: by "uid" and "gid", the ids
+        outside of a machine's root, None where it is ours.
         """
         self._first_ids = first_ids
         self.root, self.usr, self.mount = folder / "root", folder / "usr", folder / "mount"
@@ -99,7 +96,11 @@ class BaseImage:
         homes = [f"root/{name}" for name in (".bashrc", ".profile")]
         files = [self.root / name for name in (*(f"etc/{name}" for name in _PROTECTED), *homes)]
         found = {str(path): "/" + str(path.relative_to(self.root)) for path in files}
-        mounts = [(path, target) for path, target in found.items() if _is_real(path)]
+        mounts = [
+            (path, target)
+            for path, target in found.items()
+            if os.path.exists(path) and not os.path.islink(path)
+        ]
         login = ("/root/.bash_profile", "/root/.bash_login") if _LOGIN.search(script) else ()
         mounts += [(str(self._empty), target) for target in ("/etc/ld.so.preload", *login)]
         shown = [each for each in mounts if is_hidden(each[1], script)]
@@ -122,10 +123,6 @@ class BaseImage:
                 os.chmod(path, stat.S_IMODE(mode))
 
 
-def _is_real(path: str) -> bool:
-    return os.path.exists(path) and not os.path.islink(path)
-
-
 def _state(status: os.stat_result) -> tuple[int, bool]:
     return status.st_ctime_ns, stat.S_ISDIR(status.st_mode)
 
@@ -140,7 +137,9 @@ def _root(root: str) -> dict[str, int]:
     owners: dict[str, int] = {}
     for name, mode in _FOLDERS.items():
         _folder(Path(root) / name, mode)
-    _links(root)
+    for name in SYSTEM:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
     for name, target in _LINKS.items():
         os.symlink(target, f"{root}/{name}")
     _copy(_OF_ETC, f"{root}/etc")
@@ -166,9 +165,7 @@ def _root(root: str) -> dict[str, int]:
 
 
 def _usr(usr: Path) -> None:
-    """Make our own folders over the host's, so that a machine's root can write there. ``/usr/local`` is
-    empty.
-    """
+    """Make our own folders over the host's for a machine's root to write in. ``/usr/local`` is empty."""
     for entry in os.scandir("/usr"):
         if entry.is_dir(follow_symlinks=False):
             _folder(usr / entry.name)
@@ -188,12 +185,6 @@ def _hide_others(folder: Path, of_host: Path) -> None:
     for name in names:
         if not os.path.lexists(folder / name):
             os.mknod(folder / name, stat.S_IFCHR, 0)
-
-
-def _links(root: str) -> None:
-    for name in SYSTEM:
-        if os.path.islink(f"/{name}"):
-            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
 
 
 def _copy(names: Iterable[str], target: str) -> None:

@@ -37,9 +37,7 @@ def describe_sandbox(kind: str) -> str:
 
 
 def missing(kind: str) -> tuple[str, ...]:
-    """List the features that sandboxes of this kind lack on this computer. Each line explains how to get the
-    feature.
-    """
+    """List what sandboxes of this kind lack on this computer, each with the way to get it."""
     if kind == "none":
         return ("isolation of any kind: the commands run on this computer, as this user",)
     if kind in ENGINES:

@@ -47,10 +47,7 @@ _ENVIRONMENT = {
 }
 _CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONNOUSERSITE": "1"}  # /usr/local is the agent's
 ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
-    "agent": {
-        **_ENVIRONMENT,
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    },
+    "agent": {**_ENVIRONMENT, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
     "clean": _ENVIRONMENT | _CLEAN,
     "inspection": _ENVIRONMENT | _CLEAN | SETTINGS,
 }
@@ -157,11 +154,7 @@ def process(
     descriptors: int,
     capabilities: Sequence[str] = CAPABILITIES,
 ) -> dict[str, Any]:
-    """Return a process as OCI describes it, for config.json and for ``exec --process``.
-
-    Args:
-        environment: a key of ``ENVIRONMENTS``.
-    """
+    """Return a process in OCI's form. ``environment``: a key of ``ENVIRONMENTS``."""
     file_size = limits.file_size_mb << 20
     rlimits = {
         "CORE": 1,  # with 0, the kernel still starts the host's handler if that is a program

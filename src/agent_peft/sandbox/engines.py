@@ -241,9 +241,7 @@ def run_options(limits: SandboxLimits) -> list[str]:
 def trusted_changes(changes: Mapping[str, str], script: str) -> dict[str, str]:
     """Select the changes of a container that ``script`` sees during an inspection: data, and those settings
     and programs that the script names. A program that replaces one of the image is never among them.
-
-    Args:
-        changes: by path, A (added), C (changed) or D (deleted).
+    ``changes``: by path, A (added), C (changed) or D (deleted).
 
     >>> changes = {"/usr/bin/stat": "C", "/usr/bin/new": "A", "/etc/passwd": "C"}
     >>> trusted_changes(changes, "stat /etc/passwd && new")

@@ -68,10 +68,8 @@ class ExecGuard:
     """Answers the kernel's questions about the processes of one inspection, in a thread."""
 
     def __init__(self, bundle: Path, ids: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        """
-        Args:
-            bundle: the folder of the machine's bundle.
-            ids: the ranges of its users: inside, outside, count.
+        """``bundle``: the folder of the machine's bundle. ``ids``: the ranges of its users: inside, outside,
+        count.
         """
         self.socket = bundle / "asked"  # the runtime connects here and sends the kernel's listener
         self._folder = bundle / "launching"
@@ -135,10 +133,7 @@ class ExecGuard:
 
     def _answer(self, listener: int, is_ours: bool) -> bool:
         """Answer one question. Return False if it was withdrawn: a signal that interrupts execve does that,
-        and the same question comes again.
-
-        Raises:
-            OSError: no further question can come.
+        and the same question comes again. Raises `OSError`: no further question can come.
         """
         buffer = bytearray(_NOTIF.size)
         try:
@@ -177,7 +172,7 @@ class ExecGuard:
             if len(path) < len(LAUNCHER) or self._other == self._root:  # no other user: refused
                 return False
             self._known.result(_SECONDS)
-            with open(self._folder / str(_inside(pid)), "wb") as file:
+            with open(self._folder / _status(pid, "NSpid")[-1], "wb") as file:  # its id in the machine
                 file.write(path + b"\0")
             os.pwrite(memory.fileno(), LAUNCHER.encode() + b"\0", arguments[0])
         self._launching.add(pid)
@@ -332,11 +327,6 @@ def _user(pid: int) -> int | None:
         return int(_status(pid, "Uid")[0])
     except OSError:
         return None
-
-
-def _inside(pid: int) -> int:
-    """Return a process's id in its machine."""
-    return int(_status(pid, "NSpid")[-1])
 
 
 def outer_id(ranges: Sequence[tuple[int, int, int]], inside: int) -> int:

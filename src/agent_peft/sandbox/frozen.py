@@ -46,11 +46,7 @@ class Frozen:
     """The file systems of a machine. They outlive it, and nothing can write to them once it has ended."""
 
     def __init__(self, machine: Machine, image: BaseImage) -> None:
-        """Open them, before anything of the agent runs.
-
-        Raises:
-            MachineLost: the machine has ended.
-        """
+        """Open them, before anything of the agent runs. Raises `MachineLost`: the machine has ended."""
         self._image = image
         self._kilobytes = machine.limits.memory_mb << 10  # twice as much as the files of a machine
         self._opened: list[int] = []
@@ -102,11 +98,7 @@ class Frozen:
         return {each.path: each.target for each in self._list(["local"]) if each.kind == b"l"}
 
     def unlink(self, path: bytes) -> None:
-        """Remove a file. No folder on the way may be a link.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove a file. No folder on the way may be a link. Raises `OSError`: it cannot be removed."""
         tree, below = _place(path)
         *folders, name = below.split(b"/")
         here = os.dup(self._trees[tree])

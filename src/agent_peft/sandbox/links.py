@@ -31,10 +31,8 @@ def escapes(path: str, target: str) -> bool:
 
 def escaping(links: Mapping[bytes, bytes]) -> set[bytes]:
     """List those of a machine's links that lead into /proc or /dev, wherever they end. They are followed as
-    in the kernel, but also beyond a part that does not exist yet.
-
-    Args:
-        links: all symbolic links of the machine: absolute paths and targets.
+    in the kernel, but also beyond a part that does not exist yet. ``links``: all symbolic links of the
+    machine: absolute paths and targets.
 
     >>> sorted(escaping({b"/srv/a": b"/here/self/cmdline", b"/here": b"proc", b"/srv/b": b"a.txt"}))
     [b'/here', b'/srv/a']

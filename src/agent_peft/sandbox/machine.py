@@ -35,11 +35,7 @@ WITHOUT_FILES = ("/bin/bash", "--noprofile", "--norc", "-c")
 
 
 def inside(argv: Sequence[str], before: str = "") -> list[str]:
-    """Return the arguments of a program that the runtime starts with our streams.
-
-    Args:
-        before: lines of bash to run first.
-    """
+    """Return the arguments of a program with our streams. ``before``: lines of bash to run first."""
     return [*WITHOUT_FILES, before + _INSIDE, "bash", *argv]
 
 
@@ -101,10 +97,7 @@ class Machine:
 
     @property
     def processes(self) -> Processes:
-        """
-        Raises:
-            MachineLost: the machine has ended.
-        """
+        """Raises `MachineLost`: the machine has ended."""
         if self._processes is None:
             raise MachineLost("the machine has ended")
         return self._processes
@@ -154,11 +147,7 @@ class Machine:
     def run(
         self, argv: Sequence[str], environment: str, seconds: float, descriptors: Sequence[int] = ()
     ) -> CommandResult:
-        """Run a program to its end. Its exit code is the runtime's.
-
-        Raises:
-            MachineLost: the machine has ended.
-        """
+        """Run a program to its end, and return the runtime's exit code. Raises `MachineLost`."""
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
         streams = PipeStreams()
         try:
@@ -183,11 +172,7 @@ class Machine:
         return self._seconds
 
     def end(self) -> None:
-        """Kill all processes.
-
-        Raises:
-            MachineLost: some of them cannot be killed.
-        """
+        """Kill all processes. Raises `MachineLost`: some of them cannot be killed."""
         if not self.processes.end(_SECONDS):
             raise MachineLost("processes of a machine cannot be killed")
 
@@ -253,11 +238,7 @@ class Machine:
         descriptors: Sequence[int],
         with_input: bool,
     ) -> None:
-        """Let the runtime start a program and wait for it.
-
-        Args:
-            path: without its suffix, that of the files for its id and for the runtime's errors.
-        """
+        """Let the runtime start a program. ``path``: of the files for its id and the runtime's errors."""
         options = ["--preserve-fds", str(3 + len(descriptors)), "--pid-file", str(path.with_suffix(".pid"))]
         with _moved(descriptors, 6) as (move, high):
             shell = [*WITHOUT_FILES, f"{move}{_OUTSIDE}", str(path.with_suffix(".errors"))]
@@ -301,7 +282,9 @@ class Program:
     @property
     def error(self) -> str:
         """The last line that the runtime printed."""
-        return _last_line(self._errors)
+        with contextlib.suppress(OSError):
+            return (self._errors.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
+        return ""
 
     def signal(self, number: int, since: float) -> int:
         pid = self.pid
@@ -319,9 +302,7 @@ class Program:
 
 @contextlib.contextmanager
 def _moved(descriptors: Sequence[int], first: int) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield lines of bash that make descriptors ``first`` and the following ones of what it inherits, and
-    what it has to inherit.
-    """
+    """Yield bash that makes inherited descriptors ``first`` and following, and those to inherit."""
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors]  # none is also a target
     try:
         yield "".join(f"exec {first + i}<&{each} {each}<&-; " for i, each in enumerate(high)), high
@@ -335,13 +316,6 @@ def _only_child(pid: int | None) -> int | None:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
     except (OSError, ValueError):
         return None
-
-
-def _last_line(path: Path) -> str:
-    try:
-        return (path.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
-    except OSError:
-        return ""
 
 
 def _remove(command: Sequence[str], kept: Sequence[Path], groups: Sequence[Path]) -> None:
@@ -363,11 +337,7 @@ def _remove(command: Sequence[str], kept: Sequence[Path], groups: Sequence[Path]
 
 
 def _cgroup_of(path: str, processes: Processes | None) -> Mapping[str, Path]:
-    """Return the folders of a control group that the runtime made, by controller.
-
-    Args:
-        path: the bundle's ``cgroupsPath``.
-    """
+    """Return the folders of a control group by controller. ``path``: the bundle's ``cgroupsPath``."""
     if ":" in path:  # systemd chose the place of its scope
         if processes is None:
             return {}

@@ -30,10 +30,7 @@ class OciSandbox(Sandbox):
     """A container whose ``/`` and ``/usr`` are overlays in memory, which end with it."""
 
     def __init__(self, limits: SandboxLimits, runtime: str = "auto") -> None:
-        """
-        Args:
-            runtime: the path of a runtime, or "auto".
-        """
+        """``runtime``: the path of a runtime, or "auto"."""
         self._runtime = find_runtime(runtime)
         self._limits = limits
         self._machine: Machine | None = None
@@ -95,9 +92,7 @@ class OciSandbox(Sandbox):
         return Shell(streams, program, self._limits, state)
 
     def _open_inspection(self, script: str, streams: PipeStreams, stack: ExitStack) -> Machine:
-        """Start a machine with the files that the agent left, as ``script`` sees them, and the script as its
-        process 1.
-        """
+        """Start a machine with the agent's files as ``script`` sees them, and the script as its process 1."""
         assert self._frozen is not None
         changed, gone = self._frozen.choose(script)
         folder = self._runtime.new_bundle()

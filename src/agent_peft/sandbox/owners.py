@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,20 +39,14 @@ class OwnerFolder:
             self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.lockf(self._lock, fcntl.LOCK_EX)  # a child of this process does not have it
         self.process = os.getpid()
-        self._before: list[Callable[[], None]] = []
         atexit.register(self.remove)
 
     def name_runtime(self, command: list[str]) -> None:
         """Record how to call the runtime, for those who find the folder abandoned."""
         (self.path / RUNTIME).write_text("\0".join(command), "utf-8", "surrogateescape")
 
-    def before_removal(self, what: Callable[[], None]) -> None:
-        self._before.append(what)
-
     def remove(self) -> None:
         if os.getpid() == self.process:
-            for what in self._before:
-                what()
             _remove(self.path)
 
 
@@ -78,9 +72,7 @@ def _locked(path: Path, how: int) -> Iterator[None]:
 
 
 def _private_folder() -> Path:
-    """Return the folder that holds those of all processes of this user: neither readable by others, nor made
-    by them.
-    """
+    """Return the folder of all processes of this user: not readable by others, nor made by them."""
     path = Path(tempfile.gettempdir()).resolve() / f"agent-peft-machines-{os.getuid()}"
     if len(str(path)) > _MAX_PATH or set(str(path)) & set(":,\\"):  # of sockets, and of an overlay's layers
         raise AgentPeftError(

@@ -43,13 +43,7 @@ class Processes:
     """The processes of one machine."""
 
     def __init__(self, first: int) -> None:
-        """
-        Args:
-            first: process 1 of the machine, as our own /proc numbers it.
-
-        Raises:
-            OSError: it has ended.
-        """
+        """``first``: process 1 of the machine in our own /proc. Raises `OSError`: it has ended."""
         self.first = first
         self._handle = os.pidfd_open(first)
         try:
@@ -240,27 +234,19 @@ def _exceeds(limits: SandboxLimits, processes: Processes, live: Sequence[Process
     if len(live) > 0 and _locks() > _MAX_LOCKS:
         return True
     total = sum(process.resident for process in live)
-    if total > memory:  # shared memory was counted more than once
-        total = sum(_proportional_size(process) for process in live)
+    if total > memory:  # shared memory was counted more than once: now in proportion
+        total = sum(_kilobytes(process, "smaps_rollup", b"Pss:") or process.resident for process in live)
     shared: dict[bytes, int] = {}
     for process in live:
-        total += _page_tables(process)
+        total += _kilobytes(process, "status", b"VmPTE:")
         _add_shared(process, shared)
     return total + sum(shared.values()) > memory
 
 
-def _proportional_size(process: Process) -> int:
-    """Return the bytes in memory. Shared memory counts in proportion."""
-    return _kilobytes(f"/proc/{process.thread}/smaps_rollup", b"Pss:") or process.resident
-
-
-def _page_tables(process: Process) -> int:
-    return _kilobytes(f"/proc/{process.thread}/status", b"VmPTE:")
-
-
-def _kilobytes(path: str, name: bytes) -> int:
+def _kilobytes(process: Process, file_name: str, name: bytes) -> int:
+    """Return the bytes of a line in a file of /proc that counts kilobytes."""
     try:
-        with open(path, "rb") as file:
+        with open(f"/proc/{process.thread}/{file_name}", "rb") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith(name)), 0)
     except (OSError, ValueError):
         return 0

@@ -45,11 +45,9 @@ def processor_is_known(machine: str | None = None) -> bool:
 
 
 def seccomp(listener: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """Return the value of ``linux.seccomp`` in a bundle's config.json.
-
-    Args:
-        listener: the path of a socket; the kernel then asks its reader before each execve.
-        machine: a processor as ``platform.machine()`` names it, None for this one.
+    """Return the value of ``linux.seccomp`` in a bundle's config.json. ``listener``: the path of a socket;
+    the kernel then asks its reader before each execve. ``machine``: a processor as ``platform.machine()``
+    names it, None for this one.
     """
     processor, architectures = _PROCESSORS[machine or platform.machine()]
     content = _profile()
@@ -101,10 +99,7 @@ def _allowed(content: Any, processor: str, asked: Sequence[str]) -> list[list[st
 
 
 def _allow(names: Sequence[str], *arguments: tuple[int, str, int, int]) -> dict[str, Any]:
-    """
-    Args:
-        arguments: conditions that must all hold: index, comparison, value, second value.
-    """
+    """``arguments``: conditions that must all hold: index, comparison, value, second value."""
     conditions = [
         {"index": index, "op": comparison, "value": value, "valueTwo": second}
         for index, comparison, value, second in arguments

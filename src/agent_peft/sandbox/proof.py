@@ -25,11 +25,8 @@ _SHOW = (
 
 
 def faults_of(machine: Machine) -> list[str]:
-    """List how a machine with ``LIMITS`` differs from what was asked for.
-
-    Raises:
-        InfrastructureError: no program runs in it, or it lacks a control group's limits.
-        MachineLost: it has ended.
+    """List how a machine with ``LIMITS`` differs from what was asked for. Raises `InfrastructureError`: no
+    program runs in it, or it lacks a control group's limits; `MachineLost`: it has ended.
     """
     shown = machine.run((*WITHOUT_FILES, _SHOW), "clean", _SECONDS)
     if not shown.ok:

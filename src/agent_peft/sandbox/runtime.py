@@ -63,10 +63,7 @@ class Runtime:
     """An OCI runtime that has started a machine as this computer allows."""
 
     def __init__(self, case: Case, owner: OwnerFolder) -> None:
-        """
-        Raises:
-            AgentPeftError, InfrastructureError: no machine starts, or one that starts is not as it should be.
-        """
+        """Raises where no machine starts, or one that starts is not as it should be."""
         self.case, self._folder = case, owner.path
         self.command = command_of(case, owner.path / STATE)
         owner.name_runtime(self.command)
@@ -92,13 +89,8 @@ class Runtime:
             )
 
     def agents_machine(self, limits: SandboxLimits, shell: PipeStreams) -> Machine:
-        """Start a machine for an agent.
-
-        Args:
-            shell: the streams of its first shell.
-
-        Raises:
-            InfrastructureError: it did not start.
+        """Start a machine for an agent. ``shell``: the streams of its first shell. Raises
+        `InfrastructureError`: it did not start.
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr"]
         folder = self.new_bundle()
@@ -183,10 +175,8 @@ _FOUND: dict[tuple[int, str], Future[Runtime]] = {}  # by process and the key ``
 
 
 def find_runtime(named: str = "auto") -> Runtime:
-    """Return the runtime of this process. The first call tries what there is.
-
-    Args:
-        named: the path of a runtime, or "auto" for runc or crun.
+    """Return the runtime of this process. The first call tries what there is. ``named``: the path of a
+    runtime, or "auto" for runc or crun.
     """
     with _LOCK:
         key = (os.getpid(), named)
@@ -296,19 +286,15 @@ def possible_ids() -> list[Ids]:
 
 def descriptor_limit(shared: bool) -> int:
     """Return the maximum number of descriptors of a machine's process. The kernel counts descriptors in
-    flight by user.
-
-    Args:
-        shared: the machines are our user; with a fourth of our limit they never use up those that we need.
+    flight by user. ``shared``: the machines are our user; with a fourth of our limit they never use up those
+    that we need.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if soft < 0 or not shared else min(max(soft // 4, 64), 1024)
 
 
 def _outer_ids(kind: str) -> int:
-    """Return the first of enough free ids in our user namespace: far from any account on a host, 0 in a
-    container.
-    """
+    """Return the first of enough free ids in our user namespace: far from any account, 0 in a container."""
     for line in Path(f"/proc/self/{kind}_map").read_text().splitlines():
         first, _, count = (int(word) for word in line.split())
         if first <= _FIRST_OUTER_ID and first + count >= _FIRST_OUTER_ID + _IDS:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from agent_peft.sandbox.base import CommandResult, SandboxLimits
-from agent_peft.sandbox.streams import StreamKind, Streams
+from agent_peft.sandbox.streams import PipeStreams, StreamKind
 
 SHELL = ("/bin/bash", "--noprofile", "--norc", "--noediting", "-i")
 RESTART_NOTICE = (
@@ -34,9 +34,7 @@ class ShellProcesses(Protocol):
     """The processes of a machine."""
 
     def signal(self, number: int, since: float) -> int:
-        """Signal all processes that started at ``since`` (seconds after boot) or later, except the shell.
-        Return their number.
-        """
+        """Signal the processes started ``since`` seconds after boot, except the shell; return how many."""
 
     def signal_shell(self, number: int) -> None: ...
 
@@ -86,18 +84,12 @@ class BoundedOutput:
 
 
 class Shell:
-    """A bash that keeps its state from command to command. When it has ``ended``, the next command needs a
-    new one.
-    """
+    """A bash that keeps its state. When it has ``ended``, the next command needs a new one."""
 
     def __init__(
-        self, streams: Streams, processes: ShellProcesses, limits: SandboxLimits, state: bytes = b""
+        self, streams: PipeStreams, processes: ShellProcesses, limits: SandboxLimits, state: bytes = b""
     ) -> None:
-        """Take over a bash that was just started as ``SHELL``.
-
-        Args:
-            state: the state of the shell that this one replaces.
-        """
+        """Take over a bash just started as ``SHELL``. ``state``: that of the shell that it replaces."""
         self._streams, self._processes, self._limits = streams, processes, limits
         self.state = state
         self.ended = self.killed = False  # killed at its time limit: a new shell gets its state
@@ -221,10 +213,7 @@ class PersistentShell:
     """The one shell of a machine. A new one replaces it when it has ended."""
 
     def __init__(self, start: Callable[[bytes], Shell]) -> None:
-        """
-        Args:
-            start: starts a shell from the state of an earlier one, or from nothing.
-        """
+        """``start``: starts a shell from the state of an earlier one, or from nothing."""
         self._start = start
         self._shell: Shell | None = None
 
@@ -246,7 +235,7 @@ class PersistentShell:
 
 
 def run_alone(
-    streams: Streams, processes: ShellProcesses, limits: SandboxLimits, began: float, timeout: float
+    streams: PipeStreams, processes: ShellProcesses, limits: SandboxLimits, began: float, timeout: float
 ) -> CommandResult:
     """Wait for a process without a control stream, which started at ``began`` (seconds after boot)."""
     output = BoundedOutput(limits.output_chars)
@@ -268,16 +257,14 @@ _Take = Callable[[StreamKind, bytes], int | None]
 
 
 def _wait(
-    streams: Streams,
+    streams: PipeStreams,
     processes: ShellProcesses,
     limits: SandboxLimits,
     deadline: float,
     output: BoundedOutput,
     take: _Take,
 ) -> int | None:
-    """Collect output until ``take`` returns an exit code. Return None at the deadline, or when the command
-    has used up its processor time.
-    """
+    """Collect output until ``take`` returns an exit code; None at the deadline or limit of CPU time."""
     next_check, max_seconds = time.monotonic() + _CPU_CHECK_SECONDS, None
     while (now := time.monotonic()) < deadline:
         if now >= next_check:

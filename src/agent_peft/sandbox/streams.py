@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 
 class StreamKind(Enum):
@@ -22,29 +22,11 @@ class StreamKind(Enum):
     END = "end"  # the exit code of the process as digits, negative for a signal; empty if it is unknown
 
 
-class Streams(Protocol):
-    """The connection to a process."""
-
-    def write(self, content: bytes) -> None:
-        """Queue input. It is sent during ``read``."""
-
-    def read(self, timeout: float) -> Sequence[tuple[StreamKind, bytes]]:
-        """Return the output that has arrived. Wait at most ``timeout`` seconds for some."""
-
-    def rest(self) -> Sequence[tuple[StreamKind, bytes]]:
-        """Return the output that was already printed, without waiting for a process that keeps printing."""
-
-    def close(self) -> None: ...
-
-
 class PipeStreams:
     """Streams over pipes. ``child`` holds the process's ends: input, output, control, end."""
 
     def __init__(self, arrival: float = 0.0) -> None:
-        """
-        Args:
-            arrival: seconds until what was printed has arrived, where another program is between.
-        """
+        """``arrival``: seconds until what was printed has arrived, where another program is between."""
         self._arrival = arrival
         stdin, output, control, end = (os.pipe2(os.O_CLOEXEC) for _ in range(4))
         self.child: tuple[int, ...] = (stdin[0], output[1], control[1], end[1])
@@ -58,11 +40,9 @@ class PipeStreams:
             os.set_blocking(descriptor, False)
 
     def spawn(self, argv: Sequence[str], with_input: bool = True, **options: Any) -> subprocess.Popen[bytes]:
-        """Start a program with ``child`` as its streams. Its exit code becomes the ``END``.
-
-        Args:
-            with_input: False for a script: it reads nothing, and its errors are output.
-            options: further ones of ``Popen``.
+        """Start a program with ``child`` as its streams. Its exit code becomes the ``END``. ``with_input``:
+        False for a script: it reads nothing, and its errors are output. ``options``: further ones of
+        ``Popen``.
         """
         stdin, output, control, end = self.child
         process = subprocess.Popen(
@@ -83,10 +63,12 @@ class PipeStreams:
         self.child = ()
 
     def write(self, content: bytes) -> None:
+        """Queue input. It is sent during ``read``."""
         self._pending += content
         self._send()
 
     def read(self, timeout: float) -> Sequence[tuple[StreamKind, bytes]]:
+        """Return the output that has arrived. Wait at most ``timeout`` seconds for some."""
         chunks: list[tuple[StreamKind, bytes]] = []
         for descriptor, _ in self._poll.poll(max(timeout, 0) * 1000):
             if descriptor == self._stdin:
@@ -100,6 +82,7 @@ class PipeStreams:
         return chunks
 
     def rest(self) -> Sequence[tuple[StreamKind, bytes]]:
+        """Return the output that was already printed, without waiting for a process that keeps printing."""
         chunks: list[tuple[StreamKind, bytes]] = []
         time.sleep(self._arrival)
         for descriptor, kind in self._kinds.items():

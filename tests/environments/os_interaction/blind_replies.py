@@ -5,8 +5,9 @@ They make, change or remove all there could be, or turn on what decides the verd
 """
 
 from agent_peft.environments.os_interaction.kinds.base import MODES
-from agent_peft.environments.os_interaction.kinds.names import HELDOUT
+from agent_peft.environments.os_interaction.kinds.names import SPLITS
 
+HELDOUT = SPLITS["heldout"]
 TOPS = " ".join(HELDOUT.tops)
 FOLDERS = f"{{{','.join(HELDOUT.tops)}}}/{{{','.join(HELDOUT.folders)}}}"
 STEMS, EXTENSIONS = f"{{{','.join(HELDOUT.stems)}}}", f"{{{','.join(HELDOUT.extensions)}}}"

@@ -336,10 +336,6 @@ def test_no_usable_task_is_an_error(tmp_path):
         ({"generate": {"num_tasks": 0}}, "greater than 0"),
         ({"generate": {"num_tasks": 1, "skills": ["mkdri"]}}, "did you mean 'mkdir'"),
         ({"generate": {"num_tasks": 1}, "sandbox": "jail"}, "oci"),
-        (
-            {"generate": {"num_tasks": 1}, "sandbox": "namespaces"},
-            "namespaces was replaced by oci; set sandbox: oci",
-        ),
         ({"generate": {"num_tasks": 1}, "protocol": "xml"}, "json_tool_calls"),
         ({"generate": {"num_tasks": 1}, "limits": {"memory": 3}}, "limits.memory"),
         ({"generate": {"num_tasks": 1}, "max_turns": 1}, "greater than or equal to 2"),

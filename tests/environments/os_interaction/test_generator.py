@@ -174,10 +174,10 @@ def test_any_arguments_make_tasks(seed, count, split, skills, combined):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"num_tasks": 0}, "num_tasks must be at least 1"),
+        ({"num_tasks": 0}, "generate.num_tasks: must be greater than 0"),
         ({"skills": ["mkdri"]}, "did you mean 'mkdir'"),
-        ({"split": "test"}, "choose train or heldout"),
-        ({"combined": 1.5}, "combined must be between 0 and 1"),
+        ({"split": "test"}, "generate.split: .*'heldout'"),
+        ({"combined": 1.5}, "generate.combined: .* less than or equal to 1"),
         ({"num_tasks": 5_000, "skills": ["addgroup"], "split": "heldout", "combined": 0}, None),
     ],
 )

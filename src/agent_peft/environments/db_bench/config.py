@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from agent_peft.config import Config
-from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.environments.db_bench.protocol import PROTOCOLS, ProtocolName
 from agent_peft.environments.db_bench.servers.client import parse_address
 from agent_peft.environments.db_bench.syntax import SKILLS
-from agent_peft.environments.task_files.reading import check_one_source, check_skills
-from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
+from agent_peft.environments.task_files.selection import TaskSourceConfig, skills_among
 from agent_peft.environments.templates import with_placeholders
 
 COMBINED = 0.75  # the share of tasks that show more than their skill needs
@@ -32,7 +29,7 @@ class GenerateConfig(Config):
 
     num_tasks: int = Field(gt=0, description="number of tasks")
     seed: int = Field(0, description="another seed gives other tasks")
-    skills: tuple[str, ...] | None = Field(
+    skills: Annotated[tuple[str, ...] | None, skills_among(SKILLS)] = Field(
         None,
         min_length=1,
         description="primary skills of the tasks, which take them in turn; null draws skills as often as "
@@ -47,9 +44,7 @@ class GenerateConfig(Config):
         COMBINED, ge=0, le=1, description="share of tasks that may show more skills than their own"
     )
     max_answer_chars: int = Field(
-        MAX_ANSWER_CHARS,
-        ge=40,
-        description="maximum characters of the rows that answer a question",
+        MAX_ANSWER_CHARS, ge=40, description="maximum characters of the rows that answer a question"
     )
     plain: bool = Field(
         False,
@@ -57,12 +52,6 @@ class GenerateConfig(Config):
         "their names, conditions that compare with a value, changes of one value or one row, and each part "
         "worded in its commonest way",
     )
-
-    @field_validator("skills")
-    @classmethod
-    def _skills_are_known(cls, skills: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        check_skills(skills, SKILLS)
-        return skills
 
     @model_validator(mode="after")
     def _combined_has_an_effect(self) -> GenerateConfig:
@@ -72,24 +61,21 @@ class GenerateConfig(Config):
         return self
 
 
-class DBBenchConfig(EnvironmentConfig):
+class DBBenchConfig(TaskSourceConfig):
     """The tasks (of a file in LifelongAgentBench's or AgentBench's format, or generated) and the limits of an
     episode.
     """
 
     kind: str = "db_bench"
-    tasks: Path | None = Field(None, description="file of tasks; set this or generate")
     generate: GenerateConfig | None = Field(None, description="tasks to generate; set this or tasks")
     database: str = Field(
         "sqlite",
         description="database that runs the SQL: sqlite; mariadb, a private server that is started with the "
         "first episode; or the address of a server, mysql://user:password@host:port",
     )
-    skills: list[str] | None = Field(
+    skills: Annotated[list[str] | None, skills_among(SKILLS)] = Field(
         None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
     )
-    split: Split = None
-    limit: Limit = None
     protocol: ProtocolName = Field(
         "action",
         description="form of the agent's replies: action; or calls of the tools execute_sql and "
@@ -132,12 +118,6 @@ class DBBenchConfig(EnvironmentConfig):
         "reason timeout; null sets no limit",
     )
 
-    @field_validator("skills")
-    @classmethod
-    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
-        check_skills(skills, SKILLS)
-        return skills
-
     @field_validator("database")
     @classmethod
     def _database_is_known(cls, database: str) -> str:
@@ -167,12 +147,6 @@ class DBBenchConfig(EnvironmentConfig):
                     f"system_prompt is the text of protocol: {name}, and protocol is {self.protocol}; write "
                     "another system_prompt, or leave it out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DBBenchConfig:
-        check_one_source(self.tasks, self.generate)
-        check_split_of_file(self.split, is_file=self.tasks is not None)
         return self
 
     @model_validator(mode="after")

@@ -65,9 +65,7 @@ class Executed:
 
 
 class DatabaseStopped(Exception):
-    """A statement had to be ended together with its database, which is gone, for the ``reason``. It is
-    the statement's own doing.
-    """
+    """A statement had to be ended together with its database, for the ``reason``. The agent wrote it."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(
@@ -82,10 +80,7 @@ class Database(Protocol):
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
         """Run one statement, whatever it is, within limits: in ``seconds``, where they are fewer than those
-        of every statement.
-
-        Raises:
-            DatabaseStopped: it could only be ended with the database.
+        of every statement. Raises `DatabaseStopped`: it could only be ended with the database.
         """
         ...
 

@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pydantic import ValidationError
-
-from agent_peft.config import first_error
+from agent_peft.environments.contract import configured
 from agent_peft.environments.db_bench.config import COMBINED, MAX_ANSWER_CHARS, GenerateConfig, SplitName
 from agent_peft.environments.db_bench.database import Row, other_orders
 from agent_peft.environments.db_bench.generation.conditions import Unsatisfiable
@@ -85,18 +83,13 @@ def generate(
     """Entries by id. The same arguments (`GenerateConfig`) give the same entries, and fewer are the first of
     more. ``skills`` take turns as the primary skill, or in a held-out composition as one of the skills.
     """
-    try:
-        GenerateConfig(
-            num_tasks=num_tasks,
-            seed=seed,
-            skills=None if skills is None else tuple(skills),
-            split=split,
-            combined=combined,
-            max_answer_chars=max_answer_chars,
-            plain=plain,
-        )
-    except ValidationError as error:
-        raise AgentPeftError(first_error(error, "generate")) from None
+    keys: dict[str, Any] = {"num_tasks": num_tasks, "seed": seed, "split": split, "combined": combined}
+    keys |= {
+        "plain": plain,
+        "skills": None if skills is None else tuple(skills),
+        "max_answer_chars": max_answer_chars,
+    }
+    configured(GenerateConfig, keys, "generate")
     maker = TaskMaker(split, combined, max_answer_chars, plain)
     entries = {}
     for i in range(num_tasks):
@@ -217,9 +210,7 @@ class TaskMaker:
     def _try(
         self, sampler: StatementSampler, shape: Shape, table: Scratch, most: int, index: int | None
     ) -> tuple[Statement, tuple[Row, ...]] | None:
-        """A statement worth asking for, and its answer. ``index``: of the task, where its skeleton has to be
-        new.
-        """
+        """A statement worth asking for, and its answer. ``index``: of a task whose skeleton has to be new."""
         try:
             plan = sampler.statement(shape)
         except Unsatisfiable:
@@ -284,9 +275,7 @@ class Scratch:
         return self._connection.execute(sql(query)).fetchall()
 
     def answer(self, statement: Statement) -> tuple[Row, ...] | None:
-        """The rows of a query, sorted unless it sorts them; of a change, the table after it, sorted. None: it
-        fails.
-        """
+        """The rows of a query, sorted unless it sorts them; or the table after a change. None: it fails."""
         try:
             if isinstance(statement, Select):
                 rows = self.query(statement)

@@ -218,12 +218,8 @@ def _number_or_text(cell: str) -> Cell:
     return cell.strip() if number is None else number
 
 
-def _is_number(cell: Cell) -> bool:
-    return isinstance(cell, int | float)
-
-
 def _typed(row: Row) -> tuple[tuple[bool, Cell], ...]:
-    return tuple((_is_number(cell), cell) for cell in row)
+    return tuple((isinstance(cell, int | float), cell) for cell in row)
 
 
 def _sort_key(row: tuple[tuple[bool, Cell], ...]) -> tuple[tuple[str, Any], ...]:
@@ -287,10 +283,7 @@ def _all_numbers(texts: Sequence[str]) -> list[float] | None:
 def read_literal(text: str, *, thousands: bool = False) -> Any:
     """The value that ``text`` writes in Python or JSON: a cell, or lists of values (tuples become lists too);
     ``thousands``: whether ``1,000`` between other values is one number. Linear in the text, without recursion
-    or evaluation.
-
-    Raises:
-        ValueError: the text is not such a value.
+    or evaluation. Raises `ValueError`: the text is not such a value.
 
     >>> read_literal("[(1, 'a'), (2, null)]"), read_literal("5, 'O''Hara'")
     ([[1, 'a'], [2, None]], [5, "O'Hara"])

@@ -45,17 +45,7 @@ worker.serve_workers(int(descriptor))
 
 
 class IsolatedDatabase:
-    """`Database` for untrusted SQL: a `SQLiteDatabase` in a worker.
-
-    >>> from agent_peft.environments.db_bench.database import DeclaredColumn
-    >>> table = Table("t", (DeclaredColumn("a", "INT"),), ((1,), (2,)))
-    >>> database = IsolatedDatabase(table, seconds=2.0, steps=20_000_000, seed=0)
-    >>> database.execute("SELECT SUM(a) FROM t").rows
-    ((3,),)
-    >>> database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
-    (1, ((2,),))
-    >>> database.close()
-    """
+    """`Database` for untrusted SQL: a `SQLiteDatabase` in a worker, with the same arguments."""
 
     def __init__(self, table: Table, *, seconds: float, steps: int, seed: int) -> None:
         self._seconds = min(seconds, _MAX_SECONDS)

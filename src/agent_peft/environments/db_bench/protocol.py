@@ -240,9 +240,7 @@ _TOOLS = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to write actions: how they are read, written and explained. ``tools`` are those that the model's
-    chat template shows.
-    """
+    """How actions are read, written and explained. ``tools``: what the model's chat template shows."""
 
     parse: Callable[[str], Reply]
     operation: Callable[[str], str]

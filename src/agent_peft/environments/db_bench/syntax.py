@@ -58,9 +58,7 @@ class _TooLong(Exception):
 
 
 class _Parser(MySQLParser):
-    """Gives up where it goes back and forth: the time that sqlglot takes for types within types doubles
-    with each.
-    """
+    """Gives up where it goes back and forth: types within types double sqlglot's time with each."""
 
     steps_left = 0
 
@@ -72,9 +70,7 @@ class _Parser(MySQLParser):
 
 
 def parse_sql(sql: str) -> exp.Expr | None:
-    """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what
-    LifelongAgentBench was written in.
-    """
+    """The syntax tree in MySQL's dialect, LifelongAgentBench's; None where sqlglot cannot read it."""
     if len(sql) > MAX_SQL:
         return None
     dialect = MySQL()

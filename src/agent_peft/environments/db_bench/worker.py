@@ -52,15 +52,7 @@ def frame(message: Any) -> bytes:
 
 
 class Channel:
-    """One end of a socket.
-
-    >>> near, far = map(Channel, socket.socketpair())
-    >>> near.send(frame(["a", 1.5, b"b"]))
-    >>> far.receive()
-    ['a', 1.5, b'b']
-    >>> near.close(), far.close()
-    (None, None)
-    """
+    """One end of a socket."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)  # whatever Python's default for sockets was set to
@@ -68,11 +60,8 @@ class Channel:
         self.send, self.set_timeout, self.close = end.sendall, end.settimeout, end.close
 
     def receive(self) -> Any:
-        """The next message.
-
-        Raises:
-            OSError: it did not come in time, or the other end was closed.
-            ValueError, LookupError, TypeError, RecursionError: it is not as `encode` writes one.
+        """The next message. Raises `OSError`: it did not come in time, or the other end was closed;
+        `ValueError, LookupError, TypeError, RecursionError`: it is not as `encode` writes one.
         """
         chunks, length = [self._unread], 0
         while b"\n" not in chunks[-1]:
@@ -130,9 +119,7 @@ def _set_limits() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    """Answer requests: ``open``, and then ``execute``, ``table``, ``reset`` and ``close``, of which the
-    last two have no answer.
-    """
+    """Answer ``open``, then ``execute`` and ``table``. To ``reset`` and ``close`` there is no answer."""
     before = _peak_bytes()
     database: SQLiteDatabase | None = None
     while True:

@@ -100,11 +100,8 @@ class Connection:
         most: int = MAX_ANSWER_BYTES,
         nodes: int = messages.MAX_NODES,
     ) -> Answer:
-        """Get an answer, or post a message that may be repeated.
-
-        Args:
-            most: bytes of the answer.
-            nodes: commas and brackets in it.
+        """Get an answer, or post a message that may be repeated. ``most``: bytes of the answer. ``nodes``:
+        commas and brackets in it.
         """
         content = None if message is None else messages.to_json(message)
         request = self._client.build_request(
@@ -113,11 +110,8 @@ class Connection:
         return self.parse(model, self.attempt(lambda: self._send(request, path, most, nodes), path))
 
     def attempt(self, call: Callable[[], T], path: str) -> T:
-        """Call until there is an answer, for ``patience`` seconds.
-
-        Raises:
-            InfrastructureError: no answer came.
-            AgentPeftError: the server has had no room for too long.
+        """Call until there is an answer, for ``patience`` seconds. Raises `InfrastructureError`: no answer
+        came; `AgentPeftError`: the server has had no room for too long.
         """
         end = time.monotonic() + (0.0 if self._down else self.patience)
         pause = FIRST_PAUSE
@@ -246,12 +240,8 @@ class ClientSession:
         self._started = self._over = False
 
     def reset(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Open the session, and return the answer to its reset.
-
-        Raises:
-            SessionRefusal: the server refuses it.
-            InfrastructureError: the connection fails.
-            AgentPeftError: the server has no room.
+        """Open the session, and return the answer to its reset. Raises `SessionRefusal`: the server refuses
+        it; `InfrastructureError`: the connection fails; `AgentPeftError`: the server has no room.
         """
         if self._started or self._over:
             raise RuntimeError("the episode was started before")
@@ -259,12 +249,7 @@ class ClientSession:
         return self._connection.attempt(lambda: self._open(content), "/ws")
 
     def step(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to an action.
-
-        Raises:
-            SessionRefusal: the server refuses it.
-            InfrastructureError: the connection fails.
-        """
+        """Return the answer to an action. Raises as ``reset``."""
         if self._over or self._socket is None:
             raise RuntimeError(
                 "the episode is done or closed" if self._over else "the episode was not started"

@@ -64,11 +64,7 @@ def _detail(refusal: Refusal) -> Mapping[str, Any]:
 
 
 class Guard:
-    """ASGI middleware that refuses what is not allowed before the application sees it.
-
-    Args:
-        content_of: the JSON of a refusal.
-    """
+    """ASGI middleware that refuses what is not allowed. ``content_of``: the JSON of a refusal."""
 
     def __init__(
         self,
@@ -118,10 +114,8 @@ class Guard:
                 raise Refusal(401, "token", "the header 'Authorization: Bearer TOKEN' is missing or wrong")
 
     async def _read(self, body: bytearray, headers: MutableMapping[bytes, bytes], receive: Receive) -> None:
-        """Read the whole body into ``body``, and count it with those of all other requests.
-
-        Raises:
-            Refusal: it is too long or too slow, or its JSON is too large.
+        """Read the whole body into ``body``, and count it with those of all other requests. Raises `Refusal`:
+        it is too long or too slow, or its JSON is too large.
         """
         most = self.limits.body_bytes
         announced = headers.get(b"content-length", b"0")

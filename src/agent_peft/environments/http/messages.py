@@ -291,11 +291,8 @@ def one_line(text: object) -> str:
 
 
 def decode(text: bytes | str, nodes: int = MAX_NODES) -> Any:
-    """Parse a stranger's JSON text.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, is nested too deeply, would be more than ``nodes`` objects, or
-            has a key twice.
+    """Parse a stranger's JSON text. Raises `ValueError`: it is not JSON in UTF-8, is nested too deeply, would
+    be more than ``nodes`` objects, or has a key twice.
     """
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     check_json(raw, nodes)
@@ -304,11 +301,8 @@ def decode(text: bytes | str, nodes: int = MAX_NODES) -> Any:
 
 def check_json(text: bytes | bytearray, nodes: int = MAX_NODES) -> None:
     r"""Check the size of a JSON text before it is parsed: a megabyte of brackets would take a hundred
-    megabytes as Python's objects.
-
-    Raises:
-        ValueError: it would become more than ``nodes`` objects, is nested too deeply, or is not in UTF-8 (in
-            UTF-16 the check would miss brackets).
+    megabytes as Python's objects. Raises `ValueError`: it would become more than ``nodes`` objects, is nested
+    too deeply, or is not in UTF-8 (in UTF-16 the check would miss brackets).
 
     >>> check_json(b'{"a": [1, 2, "[[[\\",,,"]}', nodes=4)
     """

@@ -19,12 +19,7 @@ from agent_peft.addresses import checked_url
 from agent_peft.config import first_error
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.client import (
-    ClientSession,
-    Connection,
-    DefectError,
-    SessionRefusal,
-)
+from agent_peft.environments.http.client import ClientSession, Connection, DefectError, SessionRefusal
 from agent_peft.seeding import derive
 from agent_peft.types import (
     AgentPeftError,
@@ -86,9 +81,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
 
 class OpenEnv(Environment):
-    """An OpenEnv server's environment, over its WebSocket sessions (its HTTP reset and step share no
-    state).
-    """
+    """An OpenEnv server's environment, over WebSocket sessions: its HTTP reset and step share no state."""
 
     config_class = OpenEnvConfig
 
@@ -101,7 +94,8 @@ class OpenEnv(Environment):
         except (InfrastructureError, DefectError) as error:
             raise AgentPeftError(f"{config.url}: no OpenEnv server answers: {error}") from error
         self.action_key = config.action_key or _only_text(_object(schema.action), config.url)
-        self.observation_key = config.observation_key or _text_key(_object(schema.observation))
+        texts = _texts(_object(schema.observation))
+        self.observation_key = config.observation_key or (texts[0] if len(texts) == 1 else None)
         # within 31 bits, since servers hand it to NumPy
         seeds = [derive(config.seed, "openenv", number) >> 32 for number in range(config.num_tasks)]
         self._tasks = tuple(
@@ -176,7 +170,8 @@ class OpenEnvEpisode(Episode):
 
     def step(self, action: str) -> StepResult:
         try:
-            answer = self._read(self._session.step({self._environment.action_key: _plain(action)}))
+            text = action.encode("utf-8", "replace").decode()  # not every server accepts lone surrogates
+            answer = self._read(self._session.step({self._environment.action_key: text}))
             shown, valid = self._environment.show(answer.shown), True
         except SessionRefusal as refusal:
             answer, shown, valid = SessionAnswer(), str(refusal), False
@@ -228,11 +223,6 @@ class ServerSchemas(BaseModel):
     observation: Any = None
 
 
-def _plain(text: str) -> str:
-    """Replace lone surrogates, which not every server accepts."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -260,8 +250,3 @@ def _only_text(schema: Mapping[str, Any], url: str) -> str:
         f"{url}: an action is not one text (its keys: {keys}); set action_key, or write an environment of "
         "your own"
     )
-
-
-def _text_key(schema: Mapping[str, Any]) -> str | None:
-    texts = _texts(schema)
-    return texts[0] if len(texts) == 1 else None

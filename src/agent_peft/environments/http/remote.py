@@ -13,12 +13,7 @@ from agent_peft.addresses import checked_url
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.digests import digests_of
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.client import (
-    ClientSession,
-    Connection,
-    DefectError,
-    SessionRefusal,
-)
+from agent_peft.environments.http.client import ClientSession, Connection, DefectError, SessionRefusal
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
 
 TASKS_PER_PAGE = 16  # tasks in a page of very many, of which a training step reads a few
@@ -154,10 +149,8 @@ class RemoteEnvironment(Environment):
 
 @dataclass(frozen=True, eq=False)
 class RemoteTasks(Sequence[Task]):
-    """A sequence of very many tasks. It fetches a page when one of its tasks is read.
-
-    Raises:
-        InfrastructureError: on reading, if the server does not answer, or sends fewer tasks than it has.
+    """A sequence of very many tasks. It fetches a page when one of its tasks is read. Raises
+    `InfrastructureError`: on reading, if the server does not answer, or sends fewer tasks than it has.
     """
 
     connection: Connection
@@ -223,9 +216,7 @@ class RemoteEpisode(Episode):
 
     def step(self, action: str) -> StepResult:
         """Act. Only the first ``messages.MAX_ACTION_CHARS`` characters are sent, more than any context.
-
-        Raises:
-            DefectError: the environment raised.
+        Raises `DefectError`: the environment raised.
         """
         try:
             answer = self._session.step({"text": action[: messages.MAX_ACTION_CHARS]})

@@ -216,9 +216,7 @@ class Host:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
-        """Serve until ``stop``, then close every episode. Episodes at a step that does not end stay in
-        ``sessions.open``.
-        """
+        """Serve until ``stop``, then close all episodes but those at a step that does not end."""
         try:
             if ready is not None:
                 ready()

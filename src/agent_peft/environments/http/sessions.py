@@ -111,11 +111,7 @@ class Sessions:
         return tasks[(number if request.seed is None else derive(seed, "task")) % len(tasks)], 0, seed
 
     def add(self, session: Session, size: int) -> None:
-        """Count a session's episode as open.
-
-        Raises:
-            Refusal: there is no room.
-        """
+        """Count a session's episode as open. Raises `Refusal`: there is no room."""
         limits = self.limits
         held = sum(not each.over for each in self.open)
         # episodes without a client may finish a step
@@ -128,11 +124,7 @@ class Sessions:
         self.open[session] = size
 
     async def shutdown(self, seconds: float | None = None) -> None:
-        """End the threads after the current steps.
-
-        Args:
-            seconds: time limit for these steps; None takes ``limits.shutdown_seconds``.
-        """
+        """End the threads after the current steps. ``seconds``: None takes ``limits.shutdown_seconds``."""
         if self._leaving:
             limit = self.limits.shutdown_seconds if seconds is None else seconds
             _, late = await asyncio.wait(self._leaving, timeout=limit)
@@ -141,11 +133,8 @@ class Sessions:
         self._threads.shutdown(wait=not self.open, cancel_futures=True)
 
     async def _exchange(self, socket: WebSocket, session: Session) -> bool:
-        """Answer one message. Return whether there may be another.
-
-        Raises:
-            TimeoutError: the client does not read.
-            WebSocketDisconnect: it is gone.
+        """Answer one message. Return whether there may be another. Raises `TimeoutError`: the client does not
+        read; `WebSocketDisconnect`: it is gone.
         """
         answer: dict[str, Any] | None
         try:
@@ -304,11 +293,7 @@ class Session:
         await self._free()
 
     async def _run(self, call: Callable[[], T], acting: bool) -> T:
-        """Call on a thread. An exception ends the episode.
-
-        Args:
-            acting: the environment has accepted the task.
-        """
+        """Call on a thread. An exception ends the episode. ``acting``: the task was accepted before."""
         assert self.state is not None
         try:
             return await self.sessions.in_thread(call)

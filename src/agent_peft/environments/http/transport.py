@@ -195,10 +195,7 @@ class ClientTimer:
         self.since = time.monotonic()
 
     def check(self, awaited: tuple[str, object] | None, now: float) -> None:
-        """
-        Args:
-            awaited: the client's next action, and the request it is part of; None if the server acts.
-        """
+        """``awaited``: the client's next action, and the request it is part of; None if the server acts."""
         if awaited is None or awaited != self.awaited:
             self.awaited, self.since = awaited, now
         elif now - self.since > self.seconds.get(awaited[0], self.most):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from agent_peft.config import Config
-from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.protocol import PROMPT_PLACEHOLDERS, ProtocolName
-from agent_peft.environments.task_files.reading import check_one_source, check_skills
-from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
+from agent_peft.environments.task_files.selection import TaskSourceConfig, skills_among
 from agent_peft.environments.templates import with_placeholders
 from agent_peft.sandbox.base import SandboxLimits
 
 SandboxKind = Literal["oci", "docker", "podman", "none"]
-REPLACED = {"namespaces": "oci", "bubblewrap": "oci"}  # names of before
 
 
 class OSGenerateConfig(Config):
@@ -27,7 +23,7 @@ class OSGenerateConfig(Config):
 
     num_tasks: int = Field(gt=0, description="number of tasks")
     seed: int = Field(0, description="another seed gives other tasks")
-    skills: tuple[str, ...] = Field(
+    skills: Annotated[tuple[str, ...], skills_among(SKILLS)] = Field(
         SKILLS, min_length=1, description="skills of the tasks; the tasks take them in turn"
     )
     split: Literal["train", "heldout"] = Field(
@@ -37,14 +33,8 @@ class OSGenerateConfig(Config):
         0.25, ge=0, le=1, description="share of tasks that ask for two or three things at once"
     )
 
-    @field_validator("skills")
-    @classmethod
-    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
-        check_skills(skills, SKILLS)
-        return skills
 
-
-class OSInteractionConfig(EnvironmentConfig):
+class OSInteractionConfig(TaskSourceConfig):
     """The tasks (of a file in LifelongAgentBench's or AgentBench's format, or generated), the sandbox and the
     limits of an episode.
 
@@ -53,13 +43,10 @@ class OSInteractionConfig(EnvironmentConfig):
     """
 
     kind: str = "os_interaction"
-    tasks: Path | None = Field(None, description="file of tasks; set this or generate")
     generate: OSGenerateConfig | None = Field(None, description="tasks to generate; set this or tasks")
-    skills: list[str] | None = Field(
+    skills: Annotated[list[str] | None, skills_among(SKILLS)] = Field(
         None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
     )
-    split: Split = None
-    limit: Limit = None
     sandbox: SandboxKind = Field(
         "oci",
         description="machine of each episode: oci is runc or crun on this computer; none runs the commands "
@@ -110,24 +97,3 @@ class OSInteractionConfig(EnvironmentConfig):
         None, description="whether each task is tried when it is loaded; null tries those of a file"
     )
     replay_threads: int = Field(4, ge=1, le=64, description="number of tasks that are tried at a time")
-
-    @field_validator("sandbox", mode="before")
-    @classmethod
-    def _name_is_new(cls, sandbox: object) -> object:
-        if isinstance(sandbox, str) and sandbox in REPLACED:
-            raise ValueError(
-                f"{sandbox} was replaced by {REPLACED[sandbox]}; set sandbox: {REPLACED[sandbox]}"
-            )
-        return sandbox
-
-    @field_validator("skills")
-    @classmethod
-    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
-        check_skills(skills, SKILLS)
-        return skills
-
-    @model_validator(mode="after")
-    def _one_source(self) -> OSInteractionConfig:
-        check_one_source(self.tasks, self.generate)
-        check_split_of_file(self.split, is_file=self.tasks is not None)
-        return self

@@ -12,12 +12,7 @@ from agent_peft.environments.clock import Clock
 from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.grader import grade
 from agent_peft.environments.os_interaction.problems import Matches, Script, ShellProblem
-from agent_peft.environments.os_interaction.protocol import (
-    PROTOCOLS,
-    Command,
-    Finish,
-    MalformedCommand,
-)
+from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, MalformedCommand
 from agent_peft.environments.templates import fill
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox
 from agent_peft.sandbox.build import build_sandbox
@@ -132,10 +127,8 @@ class OSEpisode(Episode):
 
 def prepare(problem: ShellProblem, config: OSInteractionConfig) -> Sandbox:
     """Start a machine, and run the task's initialization on it. The value of bash's RANDOM is fixed there, so
-    that all episodes of a task get the same machine.
-
-    Raises:
-        InfrastructureError: the machine did not start, or the initialization did not end.
+    that all episodes of a task get the same machine. Raises `InfrastructureError`: the machine did not start,
+    or the initialization did not end.
     """
     sandbox = build_sandbox(config.sandbox, config.limits, config.runtime)
     try:

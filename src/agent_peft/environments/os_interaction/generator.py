@@ -10,15 +10,15 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.kinds import CHECKS, Kind, chains, kinds, names
-from agent_peft.environments.os_interaction.kinds.names import Names
+from agent_peft.environments.contract import configured
+from agent_peft.environments.os_interaction.config import OSGenerateConfig
+from agent_peft.environments.os_interaction.kinds import CHECKS, Kind, chains, kinds
+from agent_peft.environments.os_interaction.kinds.names import SPLITS, Names
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity
-from agent_peft.lookup import nearest
 from agent_peft.seeding import derive, generator
 from agent_peft.types import AgentPeftError
 
-SPLITS = {"train": names.TRAIN, "heldout": names.HELDOUT}
 _ATTEMPTS = 1_000
 
 
@@ -31,23 +31,11 @@ def generate(
 ) -> dict[str, dict[str, Any]]:
     """Entries by id, the skills taking turns. The same arguments give the same entries, and fewer tasks are
     the first of more.
-
-    Args:
-        skills: some of `SKILLS` (default: all).
-        split: ``train`` or ``heldout``, which share no name of a file, user or group, and no phrasing.
-        combined: the share of tasks that ask for two or three things at once, between 0 and 1.
+    The arguments are the keys of `OSGenerateConfig`.
     """
     skills = tuple(skills or SKILLS)
-    for skill in skills:
-        if skill not in kinds():
-            advice = nearest(skill, sorted(SKILLS))
-            raise AgentPeftError(f"no tasks can be generated for skill {skill!r}; {advice}")
-    if split not in SPLITS:
-        raise AgentPeftError(f"there is no split {split!r}; choose train or heldout")
-    if num_tasks < 1:
-        raise AgentPeftError(f"num_tasks must be at least 1, not {num_tasks}")
-    if not 0 <= combined <= 1:
-        raise AgentPeftError(f"combined must be between 0 and 1, not {combined}")
+    keys = {"num_tasks": num_tasks, "seed": seed, "skills": skills, "split": split, "combined": combined}
+    configured(OSGenerateConfig, keys, "generate")
     entries: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
     for i in range(num_tasks):

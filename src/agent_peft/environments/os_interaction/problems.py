@@ -12,40 +12,10 @@ from agent_peft.types import AgentPeftError
 
 # LifelongAgentBench's 29, the rarest of its entries first: what a task is about is the rarest skill it needs
 SKILLS = (
-    *(
-        "sed",
-        "gpasswd",
-        "vi",
-        "chage",
-        "ln",
-        "chsh",
-        "sleep",
-        "exit",
-        "cp",
-        "mv",
-        "groupadd",
-        "cat",
-        "awk",
-        "find",
-        "wc",
-        "rm",
-    ),
-    *(
-        "useradd",
-        "tee",
-        "addgroup",
-        "usermod",
-        "chown",
-        "chgrp",
-        "cd",
-        "ls",
-        "grep",
-        "touch",
-        "echo",
-        "mkdir",
-        "chmod",
-    ),
-)
+    "sed", "gpasswd", "vi", "chage", "ln", "chsh", "sleep", "exit", "cp", "mv", "groupadd", "cat", "awk",
+    "find", "wc", "rm", "useradd", "tee", "addgroup", "usermod", "chown", "chgrp", "cd", "ls", "grep",
+    "touch", "echo", "mkdir", "chmod",
+)  # fmt: skip
 
 _UNTYPABLE = re.compile("[\0\ud800-\udfff]")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.files import MEGABYTE, parse_json, read_text
-from agent_peft.lookup import nearest
 from agent_peft.types import AgentPeftError, Task
 
 MAX_FILE_BYTES = 64 * MEGABYTE  # of a task file; as Python's objects it takes up to twenty times as much
@@ -118,16 +117,3 @@ def list_of(name: str, holder: Mapping[str, Any], key: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise wrong(name, key, "a list")
     return value
-
-
-def check_skills(skills: Sequence[str] | None, among: Sequence[str]) -> None:
-    """Raise ValueError if a skill is not known, with the nearest one that is."""
-    for skill in skills or ():
-        if skill not in among:
-            raise ValueError(f"{skill!r} is not a skill here; {nearest(skill, among)}")
-
-
-def check_one_source(tasks: Path | None, generate: object) -> None:
-    """Raise ValueError unless a configuration names exactly one source of tasks."""
-    if (tasks is None) == (generate is None):
-        raise ValueError("set exactly one of tasks (a file) and generate")

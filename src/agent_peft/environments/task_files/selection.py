@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
-from agent_peft.environments.base import Environment
+from pydantic import AfterValidator, Field, model_validator
+
+from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.digests import shared_ids
-from agent_peft.environments.task_files.split import Portion
+from agent_peft.environments.task_files.split import Limit, Portion, Split, check_split_of_file
+from agent_peft.lookup import nearest
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
@@ -19,21 +22,35 @@ NUM_SHOWN = 3  # rejections in a warning
 SPLITS = "split: train[:90%] and split: train[90%:]"
 
 
-class TaskSettings(Protocol):
-    """The keys of a configuration whose tasks come from a file or a generator."""
+class TaskSourceConfig(EnvironmentConfig):
+    """The base of configurations whose tasks come from a file or a generator."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def tasks(self) -> Path | None: ...
-    @property
-    def generate(self) -> Iterable[tuple[str, Any]] | None: ...
-    @property
-    def skills(self) -> Sequence[str] | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def limit(self) -> int | None: ...
+    tasks: Path | None = Field(None, description="file of tasks; set this or generate")
+    generate: Any = Field(None, description="tasks to generate; set this or tasks")
+    skills: list[str] | None = Field(
+        None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
+    )
+    split: Split = None
+    limit: Limit = None
+
+    @model_validator(mode="after")
+    def _names_tasks(self) -> Self:
+        if (self.tasks is None) == (self.generate is None):
+            raise ValueError("set exactly one of tasks (a file) and generate")
+        check_split_of_file(self.split, is_file=self.tasks is not None)
+        return self
+
+
+def skills_among(known: Sequence[str]) -> AfterValidator:
+    """The check of a key, for ``Annotated[list[str] | None, skills_among(SKILLS)]``."""
+
+    def check(skills: Sequence[str] | None) -> Sequence[str] | None:
+        for skill in skills or ():
+            if skill not in known:
+                raise ValueError(f"{skill!r} is not a skill here; {nearest(skill, known)}")
+        return skills
+
+    return AfterValidator(check)
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ class Rejection:
 
 
 def load_selected(
-    config: TaskSettings,
+    config: TaskSourceConfig,
     read: Callable[[Path], Sequence[Task]],
     generate: Callable[..., Mapping[str, Any]],
     task_of: Callable[[str, Any], Task],
@@ -92,7 +109,7 @@ def warn_of_shared_tasks(training: Environment, heldout: Environment, number: in
 
 
 def select_usable(
-    config: TaskSettings, tasks: Sequence[Task], causes: Iterable[str | None]
+    config: TaskSourceConfig, tasks: Sequence[Task], causes: Iterable[str | None]
 ) -> tuple[tuple[Task, ...], tuple[Rejection, ...]]:
     """Return the first ``config.limit`` usable tasks, and the rejections before them. ``causes`` has, for
     each task, why it cannot be used, or None. No more of them are consumed than are needed.
@@ -122,5 +139,5 @@ def select_usable(
     return tuple(usable), tuple(rejected)
 
 
-def _source(config: TaskSettings) -> str:
+def _source(config: TaskSourceConfig) -> str:
     return str(config.tasks) if config.tasks is not None else "generated tasks"

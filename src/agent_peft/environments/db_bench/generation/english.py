@@ -98,8 +98,6 @@ def finished(text: str) -> str:
 
 
 def phrase_lines(name: str) -> list[str]:
-    """The lines of a file beside this module, without comments. One that begins with a blank continues the
-    line before it.
-    """
+    """The lines of a file here without comments. One that begins with a blank continues the one before it."""
     text = files(__package__).joinpath(name).read_text("utf-8").replace("\n  ", " ")
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]

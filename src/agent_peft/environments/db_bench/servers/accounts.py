@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from agent_peft.child_processes import start_of
 from agent_peft.environments.db_bench.servers.client import (
     Client,
     ServerAccount,
@@ -307,7 +308,7 @@ def remove_orphans(folder: Path) -> None:
 
 def owned_name(prefix: str) -> str:
     """A name of this process: the host (with its process namespace), the process id, and when it started."""
-    return f"{prefix}_{_host()}_{os.getpid():x}_{_start_of(os.getpid())}"
+    return f"{prefix}_{_host()}_{os.getpid():x}_{_start(os.getpid())}"
 
 
 def is_orphan(name: str, prefix: str) -> bool:
@@ -317,7 +318,7 @@ def is_orphan(name: str, prefix: str) -> bool:
     (False, False)
     """
     match = re.fullmatch(rf"{prefix}_{_host()}_([0-9a-f]+)_([0-9a-z]+)(_.*)?", name)
-    return match is not None and _start_of(int(match[1], 16)) != match[2]
+    return match is not None and _start(int(match[1], 16)) != match[2]
 
 
 @functools.cache
@@ -327,17 +328,7 @@ def _host() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:6]
 
 
-def _start_of(pid: int) -> str | None:
-    """When a process started, or only that it runs where there is no /proc; None if it has ended."""
-    if os.path.exists("/proc/self"):
-        with contextlib.suppress(OSError):
-            # the program's name, in parentheses, may hold anything
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            return None if fields[0] in (b"Z", b"X") else f"{int(fields[19]):x}"
-        return None
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-    return "0"
+def _start(pid: int) -> str | None:
+    """When a process started, in few characters: MySQL's names are short. None if it has ended."""
+    ticks = start_of(pid)
+    return None if ticks is None else f"{int(ticks):x}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from agent_peft.environments.db_bench.database import (
     NO_STATEMENT,
-    Cell,
     DatabaseStopped,
     Executed,
     Row,
@@ -102,7 +101,11 @@ class ServerDatabase:
             return Executed(error=self._explained(error, limit))
         if answer.headers is None:
             return Executed(changed=answer.changed)
-        return Executed(tuple(map(self._public_row, answer.rows)), cut=answer.cut)
+        rows = (
+            tuple(self._public(cell) if isinstance(cell, str) else cell for cell in row)
+            for row in answer.rows
+        )
+        return Executed(tuple(rows), cut=answer.cut)
 
     def table(self) -> tuple[Row, ...] | None:
         sql = f"SELECT * FROM {backquoted(self._table.name)}"
@@ -228,12 +231,6 @@ class ServerDatabase:
     def _public(self, text: str) -> str:
         """A text without the schema's name, which differs from run to run."""
         return text.replace(f"{self._name}.", "").replace(self._name, _PUBLIC_NAME)
-
-    def _public_row(self, row: Row) -> Row:
-        return tuple(map(self._public_cell, row))
-
-    def _public_cell(self, cell: Cell) -> Cell:
-        return self._public(cell) if isinstance(cell, str) and self._name in cell else cell
 
 
 def bare_statement(sql: str) -> str:

@@ -160,9 +160,7 @@ def bash_words(lines: Sequence[str]) -> str:
 
 
 def some_lines(slots: Slots) -> None:
-    """``lines`` of a file, of which ``matching`` hold ``word`` and the ``others`` do not; ``replaced`` has
-    ``word2`` instead.
-    """
+    """``lines``: the ``matching`` hold ``word``, the ``others`` none; ``replaced`` has ``word2`` instead."""
     word, word2 = slots["word"], slots["word2"]
     rng = slots.rng
     pool = [other for other in slots.names.words if other not in (word, word2)]
