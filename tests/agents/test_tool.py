@@ -129,9 +129,10 @@ def test_a_process_that_does_not_hold_the_lock_is_never_stopped(place):
         run = place / "run"
         run.mkdir()
         (run / "config.yaml").write_text("stages: []\n")
-        from agent_peft.runs.history import _birth, _process
+        from agent_peft.child_processes import start_of
+        from agent_peft.runs.history import _process
 
-        process = _process() | {"pid": stranger.pid, "birth": _birth(stranger.pid)}
+        process = _process() | {"pid": stranger.pid, "birth": start_of(stranger.pid)}
         (run / "run.json").write_text(json.dumps({"state": "running", "process": process}))
         (run / ".lock").touch()
         assert "left alone" in refused(action="stop", output_dir="run")
@@ -153,7 +154,8 @@ input()
 @pytest.mark.parametrize("how", ["a link", "a hard link", "open", "locked"])
 def test_a_process_that_has_the_file_of_the_lock_open_is_not_the_run(place, how):
     """Whoever prepares a folder can make its lock a file that any program has open."""
-    from agent_peft.runs.history import _birth, _process
+    from agent_peft.child_processes import start_of
+    from agent_peft.runs.history import _process
 
     (run := place / "run").mkdir()
     (run / "config.yaml").write_text("stages: []\n")
@@ -168,7 +170,7 @@ def test_a_process_that_has_the_file_of_the_lock_open_is_not_the_run(place, how)
     command = [sys.executable, "-c", HOLDS, str(run / ".lock"), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout.readline() == b"\n"
-        process = _process() | {"pid": stranger.pid, "birth": _birth(stranger.pid)}
+        process = _process() | {"pid": stranger.pid, "birth": start_of(stranger.pid)}
         for missing in ("birth", "host", "pid", None):
             known = {key: value for key, value in process.items() if key != missing}
             (run / "run.json").write_text(json.dumps({"state": "running", "process": known}))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agent_peft.algorithms import ALGORITHMS
-from agent_peft.configuration.explain import effective_values, explain, facts
-from agent_peft.configuration.load import dump_config, load_for_evaluation, read_config
+from agent_peft.configuration.explain import effective_values, explain
+from agent_peft.configuration.load import Provenance, dump_config, load_for_evaluation, read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig
@@ -29,6 +29,10 @@ stages:
   - {{name: rl, algorithm: grpo, optimizer: {{learning_rate: 3e-5}}}}
 """
 HELDOUT = "evaluation:\n  environment: {kind: arithmetic, num_tasks: 4, split: heldout}\n"
+
+
+def facts(config):
+    return explain(config, Provenance("", {})).facts
 
 
 @pytest.fixture
@@ -131,10 +135,8 @@ def test_evaluation_keeps_the_limits_of_the_stage_that_it_follows(load, tmp_path
     shown = {key: value for key, value in effective_values(config) if key.startswith("evaluation.sampling")}
     assert shown["evaluation.sampling.max_new_tokens"] is None, "a stage decides"
     assert provenance.of("evaluation.sampling.max_new_tokens") == "the stage that it follows"
-    assert (
-        "max_new_tokens 5" in facts(config)["evaluation after sft"]
-        and "max_tokens 88" in facts(config)["evaluation after grpo"]
-    )
+    assert "max_new_tokens 5" in facts(config)["evaluation after sft"]
+    assert "max_tokens 88" in facts(config)["evaluation after grpo"]
     dump_config(config, tmp_path / "again.yaml")
     again = read_config(tmp_path / "again.yaml")[0]
     assert again == config and [limits(again, steps) for steps in (0, 4)] == [

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 
 from agent_peft.reports.live import LiveReport, live_server
-from agent_peft.reports.page import Library
 from agent_peft.types import AgentPeftError
 
 
@@ -59,7 +58,6 @@ def test_what_has_not_changed_is_not_read_again(run, monkeypatch):
     values, script = report.values(), report.episodes("r0_step_000003")
     with monkeypatch.context() as patch:
         patch.setattr("agent_peft.reports.live.read_content", None)
-        patch.setattr(Library, "text", None)
         assert (report.values(), report.episodes("r0_step_000003")) == (values, script)
     path = run / "trajectories" / "step_000003.jsonl"
     path.write_text(path.read_text().partition("\n")[0] + "\n")

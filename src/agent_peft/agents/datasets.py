@@ -104,9 +104,7 @@ def create_rl_dataset(
     max_samples: int | None = None,
     model_name: str | None = None,
 ) -> Dataset:
-    """Tasks with answers to grade by: rows of ``prompt`` and ``ground_truth``. The arguments are those of
-    ``create_sft_dataset``.
-    """
+    """As ``create_sft_dataset``: tasks with answers to grade by, rows of ``prompt`` and ``ground_truth``."""
     return find_dataset(dataset, split, max_samples, "rl", model_name)
 
 

@@ -84,13 +84,8 @@ class SimpleAgent:
         self.messages: list[dict[str, Any]] = []
 
     def run(self, text: str) -> str:
-        """Carry out a request, and return the answer. At the limit of replies it is the last result of a
-        tool.
-        """
-        self.messages = [
-            {"role": "system", "content": self.system_prompt},
-            {"role": "user", "content": text},
-        ]
+        """Carry out a request, and return the answer; at the limit of replies, the last result of a tool."""
+        self.messages = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": text}]
         last = "none"
         for _ in range(self.max_steps):
             message = self._reply(self.messages, self._functions)

@@ -141,7 +141,9 @@ class RLTrainingTool:
         from agent_peft.agents import training
 
         model = self._model(given)
-        dataset = self._dataset(given, given.split or _test_of(given.dataset), self._root / "datasets")
+        is_file = given.dataset not in NAMES and Path(given.dataset).exists()  # which has train alone
+        split = given.split or ("train" if is_file else "test")
+        dataset = self._dataset(given, split, self._root / "datasets")
         report = training.measure_run(given, dataset, given.max_samples)
         return {
             "model_name": model,
@@ -232,11 +234,6 @@ _DO: dict[str, Callable[[RLTrainingTool, Parameters], dict[str, Any]]] = {
     "evaluate": RLTrainingTool._evaluate,
     **dict.fromkeys(("status", "stop", "report"), RLTrainingTool._run),
 }
-
-
-def _test_of(dataset: str) -> str:
-    """The split to measure on: a file has no other than train."""
-    return "test" if dataset in NAMES or not Path(dataset).exists() else "train"
 
 
 def _measured(dataset: Any, number: int | None) -> str:

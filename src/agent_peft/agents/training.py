@@ -61,11 +61,7 @@ def config_from(
     rewards: Mapping[str, Any] | None = None,
     kl_coef: float | None = None,
 ) -> TrainConfig:
-    """The configuration of a run with one stage.
-
-    Args:
-        rewards: keys of ``rewards``; None takes 1 for a right answer and 0 for a wrong one.
-    """
+    """A run with one stage. ``rewards``: None takes 1 for a right answer and 0 for a wrong one."""
     facts = report_facts(algorithm)
     preferences = dataset.environment["kind"] == "preferences"
     if bool(facts.preferences) != preferences and (facts.preferences or facts.on_policy):
@@ -178,9 +174,7 @@ def measure_run(keys: TrainingKeys, dataset: Dataset, number: int | None) -> Eva
 
 
 def progress_of(folder: Path) -> dict[str, Any]:
-    """The state of a run (``running``, ``done``, ``failed``, ``interrupted`` or ``killed``), its steps and
-    its last metrics.
-    """
+    """The run's state, as ``state_of`` names it, its steps and its last metrics."""
     record, summary = load_run(folder), summarize_run(folder)
     latest = record.metrics[-1] if record.metrics else {}
     newest = checkpoints(folder / "checkpoints")
@@ -287,11 +281,7 @@ class GRPOTrainerWrapper(SFTTrainerWrapper):
     algorithm = "grpo"
 
     def __init__(
-        self,
-        config: TrainingConfig | None = None,
-        dataset: Any = "gsm8k",
-        reward_fn: Any = None,
-        **keys: Any,
+        self, config: TrainingConfig | None = None, dataset: Any = "gsm8k", reward_fn: Any = None, **keys: Any
     ) -> None:
         """
         Args:

@@ -66,9 +66,7 @@ class Document:
         return ": ".join(part for part in (self.origin(keys), self.path(keys)) if part)
 
     def origin(self, keys: Keys) -> str:
-        """``file:line`` of the node at ``keys``; the file alone for the whole document, for a stage, and for
-        a node that is absent.
-        """
+        """``file:line`` of the node at ``keys``; the file alone for a stage, a whole, and where none is."""
         node = self.at(keys)
         if node is None or not keys or keys[:-1] == ("stages",):
             return self.source

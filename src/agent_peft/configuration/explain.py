@@ -106,11 +106,7 @@ class Explanation:
 
 
 def explain(config: TrainConfig, provenance: Provenance, target: Target | None = None) -> Explanation:
-    """Explain a configuration. The tasks are loaded to count them.
-
-    Args:
-        target: the memory is that of a run there; None is this machine.
-    """
+    """Explain a configuration; its tasks are counted. ``target``: where the run computes; None is here."""
     if target is not None:  # this machine need not have that device
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"device": "auto"})})
     with _opened(config) as (training, heldout):
@@ -144,19 +140,10 @@ def effective_values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
         yield from _flat(stage, f"stages.{place}.")
 
 
-def facts(config: TrainConfig) -> dict[str, str]:
-    """The consequences of the values, as far as they are known without running code that is not trusted."""
-    with _opened(config) as (training, heldout):
-        settled = config if training is None else config.with_steps(training.tasks)
-        return _facts(config, settled, training, heldout)
-
-
 def _facts(
     config: TrainConfig, settled: TrainConfig, training: Environment | None, heldout: Environment | None
 ) -> dict[str, str]:
-    """``settled`` has the steps that the ``epochs`` of ``config`` take. An environment is None if it is not
-    trusted.
-    """
+    """``settled`` has the steps of the ``epochs`` in ``config``. An untrusted environment is None."""
     consequences = {"tasks": UNKNOWN if training is None else str(len(training.tasks))}
     updates: int | None = 0
     for given, stage in zip(config.stages, settled.stages, strict=True):
@@ -284,9 +271,7 @@ def _opened(config: TrainConfig) -> Iterator[tuple[Environment | None, Environme
 
 
 def _load(config: EnvironmentConfig) -> Environment | None:
-    """The environment. None if only code that is not trusted could make it: a user's own class, or commands
-    without a sandbox.
-    """
+    """The environment; None if it needs code that is not trusted, or commands without a sandbox."""
     commands = "the commands of its tasks (sandbox: none)"
     if getattr(config, "sandbox", None) == "none" and not may_import(commands):
         return None

@@ -219,9 +219,7 @@ def describe_key(model: type[BaseModel], key: str) -> str:
 
 
 def description_of(config: BaseModel, path: str) -> str:
-    """The description of a key of a configuration, such as ``stages.0.steps``; of a key inside a mapping that
-    no class checks, nothing.
-    """
+    """The description of a key, such as ``stages.0.steps``; nothing for a key that no class checks."""
     value: Any = config
     description = ""
     for part in path.split("."):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -42,10 +42,7 @@ class Target:
 
 def memory(config: TrainConfig, target: Target | None = None) -> dict[str, StageMemory]:
     """The maximum memory of each stage and of an evaluation, by name; empty if the model's shape is unknown
-    until it is loaded.
-
-    Args:
-        target: where the run computes; None is this machine.
+    until it is loaded. ``target``: where the run computes; None is this machine.
     """
     policy = config.policy
     shape = shape_of(policy)
@@ -127,10 +124,18 @@ def _advice(config: TrainConfig, total: int, target: Target | None) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """An override, and the same change of a configuration."""
+    """Another value of a key, and ``text``, as an override writes it. A stage's key changes in all stages."""
 
-    override: str
-    apply: Callable[[TrainConfig], TrainConfig]
+    key: str
+    value: Any
+    text: str
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        section, _, name = self.key.rpartition(".")
+        change = {name: self.value}
+        if section:
+            return config.model_copy(update={section: getattr(config, section).model_copy(update=change)})
+        return config.model_copy(update={"stages": [s.model_copy(update=change) for s in config.stages]})
 
 
 def changes_to_fit(
@@ -155,37 +160,17 @@ def changes_to_fit(
     for change in best:
         without = [other for other in best if other is not change]
         best = without if peak(without) <= most else best
-    return tuple(change.override for change in best), peak(best)
+    return tuple(f"{change.key}={change.text}" for change in best), peak(best)
 
 
 def _sequences(config: TrainConfig) -> Iterator[Sequence[_Change]]:
     """Ever more changes, each of which lowers the memory of something."""
     longest = max(stage.sampling.max_tokens for stage in config.stages)
-    cheaper = [_of_policy("policy.activation_checkpointing=true", activation_checkpointing=True)]
+    cheaper = [_Change("policy.activation_checkpointing", True, "true")]
     if any(stage.microbatch_tokens > longest for stage in config.stages):
-        cheaper.append(_Change(f"microbatch_tokens={longest}", partial(_with_microbatches, longest)))
-    cheaper += [
-        _Change(f"engine.rows={rows}", partial(_with_rows, rows))
-        for rows in (16, 4, 1)
-        if rows < config.engine.rows
-    ]
-    adapter = _of_policy("policy.lora={rank: 16}", lora=LoraSettings(rank=16))
+        cheaper.append(_Change("microbatch_tokens", longest, str(longest)))
+    cheaper += [_Change("engine.rows", rows, str(rows)) for rows in (16, 4, 1) if rows < config.engine.rows]
+    adapter = _Change("policy.lora", LoraSettings(rank=16), "{rank: 16}")
     for first in ([], [adapter]) if config.policy.lora is None else ([],):
         for number in range(len(cheaper) + 1):
             yield [*first, *cheaper[:number]]
-
-
-def _of_policy(override: str, **changes: Any) -> _Change:
-    def apply(config: TrainConfig) -> TrainConfig:
-        return config.model_copy(update={"policy": config.policy.model_copy(update=changes)})
-
-    return _Change(override, apply)
-
-
-def _with_microbatches(tokens: int, config: TrainConfig) -> TrainConfig:
-    stages = [stage.model_copy(update={"microbatch_tokens": tokens}) for stage in config.stages]
-    return config.model_copy(update={"stages": stages})
-
-
-def _with_rows(rows: int, config: TrainConfig) -> TrainConfig:
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"rows": rows})})

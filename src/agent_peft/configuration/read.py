@@ -228,10 +228,8 @@ def override(base: Tree, over: Tree, models: Models = (), switches: Switches | N
 
 def merge_trees(base: Tree, over: Tree, models: Models = (), switches: Switches | None = None) -> Tree:
     """Return ``over`` on ``base``, merged key by key. A mapping of another kind replaces the one below it.
-
-    Args:
-        models: the classes of the trees. With them, the keys below that the class of the other kind has stay.
-        switches: is filled with the mappings of another kind.
+    ``models``: the classes of the trees. With them, the keys below that the class of the other kind has stay.
+    ``switches``: is filled with the mappings of another kind.
 
     >>> of = lambda text: parse(text, "x")
     >>> base = of("{algorithm: {kind: grpo, clip_low: 0.1}}")

@@ -116,9 +116,7 @@ class TrainConfig(Config):
         json_schema_extra=FREE,
     )
     ranks: RanksConfig = Field(
-        default=RanksConfig(),
-        description="how processes train together (torchrun)",
-        json_schema_extra=FREE,
+        default=RanksConfig(), description="how processes train together (torchrun)", json_schema_extra=FREE
     )
     stages: tuple[StageConfig, ...] = Field(
         description="the stages in their order; without this key the keys of one stage stand at the top"
@@ -215,9 +213,7 @@ class TrainConfig(Config):
             )
 
     def _check_evaluations(self, stage: StageConfig, first: int) -> None:
-        """Check that the policy is measured inside a stage that begins at the run's step ``first`` and that
-        an evaluation may end.
-        """
+        """Check that an evaluation may end a stage that begins at the run's step ``first``."""
         every = self.evaluation.every if self.evaluation is not None else 0
         last = first + stage.steps - 1
         if not every or last // every * every <= first:

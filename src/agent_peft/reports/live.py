@@ -19,15 +19,14 @@ from agent_peft.runs.overview import summarize_run
 from agent_peft.types import AgentPeftError
 
 HOST = "127.0.0.1"
-SCRIPTS = 16  # files of episodes that are kept as they were answered
 SECONDS = 20.0  # until a connection that sends nothing, or does not read its answer, is closed
 CONNECTIONS = 32  # at once; a browser has six
 _NAMES = ("127.0.0.1", "localhost")
 
 
 class LiveReport:
-    """The runs as they are at each request. What has not changed is neither read nor written again: a page
-    asks every few seconds, on a machine that trains.
+    """The runs as they are at each request. They are read again only where a file has changed: a page asks
+    every few seconds, on a machine that trains.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -37,7 +36,6 @@ class LiveReport:
         self._content: PageContent | None = None
         self._state: object = None
         self._values = ""
-        self._scripts: dict[str, tuple[str, str]] = {}  # key -> mark and script, the latest ones
 
     def values(self) -> str:
         """What the page shows, as JSON."""
@@ -50,7 +48,7 @@ class LiveReport:
                 self._library = Library(self._content)
                 if first := next(iter(self._content.files), None):
                     self._library.text(first)  # it finds out whether there is a tokenizer
-            self._library.follow(self._content)
+            self._library.content = self._content
             values = self._content.values
             self._values = embedded_json({**values, "made": None, "missing_words": self._library.missing})
             self._state = state
@@ -62,15 +60,7 @@ class LiveReport:
             self.values()
         with self._lock:
             assert self._content is not None and self._library is not None
-            if key not in self._content.files:
-                return None
-            mark = self._library.mark(key)
-            if key not in self._scripts or self._scripts[key][0] != mark:
-                self._scripts.pop(key, None)
-                self._scripts[key] = (mark, script_of(key, self._library.text(key)))
-                if len(self._scripts) > SCRIPTS:
-                    del self._scripts[next(iter(self._scripts))]
-            return self._scripts[key][1]
+            return script_of(key, self._library.text(key)) if key in self._content.files else None
 
 
 def _state(folder: Path) -> object:

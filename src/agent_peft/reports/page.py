@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,12 +44,10 @@ class Report:
 
 
 def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSIDE) -> Report:
-    """Write the report of runs to ``out``.
-
-    Args:
-        max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
-            folder ``NAME_episodes`` next to the page, one file for each step, and the page loads what is
-            looked at. Nothing that is there already is shown, since a run may come from a stranger.
+    """Write the report of runs to ``out``. ``max_inside``: bytes of episodes that the page itself may hold.
+    Where there are more, they go to the folder ``NAME_episodes`` next to the page, one file for each step,
+    and the page loads what is looked at. Nothing that is there already is shown, since a run may come from a
+    stranger.
     """
     folder = out.with_name(f"{out.stem}_episodes")
     check_tree(folder)
@@ -82,33 +80,14 @@ class Library:
     """The episodes' files of a report, as JSON texts, with one tokenizer for each run."""
 
     def __init__(self, content: PageContent) -> None:
-        self._content = content
+        self.content = content
         self._words: dict[int, Words | None] = {}
         self.missing: dict[str, str] = {}  # number of a run -> why its tokens are not shown
-        self._marks: dict[str, str] = {}
-
-    def follow(self, content: PageContent) -> None:
-        """Continue with the runs as they are now."""
-        self._content = content
-        self._marks.clear()
-
-    def mark(self, key: str) -> str:
-        """What the text of the file ``key`` depends on: two equal marks, two equal texts.
-
-        It is that of the first call since the content was read. So a file that changes after it has another
-        mark later.
-        """
-        if key not in self._marks:
-            file, run = self._content.files[key], self._content.run_of(key)
-            self._of(run)
-            states = [_state(path) for path in (file.path, file.path.with_suffix(".safetensors"))]
-            self._marks[key] = repr((states, self._content.policies[run], self.missing.get(str(run))))
-        return self._marks[key]
 
     def text(self, key: str) -> str:
         """The file ``key``; where it cannot be read, a text with the reason."""
         try:
-            return embedded_json(chunk(self._content.files[key], self._of(self._content.run_of(key))))
+            return embedded_json(chunk(self.content.files[key], self._of(self.content.run_of(key))))
         except AgentPeftError as error:
             return embedded_json({"words": [], "episodes": [], "fault": str(error)})
 
@@ -116,19 +95,11 @@ class Library:
         if number not in self._words:
             self._words[number] = None
             try:
-                policy = json.dumps(self._content.policies[number], default=str)
+                policy = json.dumps(self.content.policies[number], default=str)
                 self._words[number] = _cached_words(policy)
             except AgentPeftError as error:
                 self.missing[str(number)] = str(error)
         return self._words[number]
-
-
-def _state(path: Path) -> tuple[str, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return str(path.absolute()), status.st_mtime_ns, status.st_size
 
 
 @lru_cache(maxsize=8)
@@ -222,13 +193,10 @@ def _write_beside(path: Path, text: str) -> None:
 
 def _remove_others(folder: Path, keys: Container[str]) -> None:
     """Remove what an earlier report left next to the page and this one has not, and nothing else."""
-    for path in list(_reports_files(folder)):
-        if path.stem not in keys:
+    if not folder.is_dir():
+        return
+    for path in list(folder.iterdir()):
+        if _FILE.fullmatch(path.name) and path.stem not in keys:
             path.unlink()
-    if folder.is_dir() and not any(folder.iterdir()):
+    if not any(folder.iterdir()):
         folder.rmdir()
-
-
-def _reports_files(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (path for path in folder.iterdir() if _FILE.fullmatch(path.name))

@@ -50,7 +50,9 @@ def note_best(root: Path, keep: KeepBestConfig, reports: Iterable[EvaluationRepo
     While no checkpoint has the metric, it is the one that the file names already.
     """
     present = {checkpoint_step(path): path for path in checkpoints(root)}
-    values = _of_evaluations(keep.metric, reports) if keep.of_evaluations else _of_steps(keep.metric, present)
+    values = (
+        dict(comparable(keep.metric, reports)) if keep.of_evaluations else _of_steps(keep.metric, present)
+    )
     sign = 1 if keep.mode == "max" else -1
     steps = [step for step in present if step in values]
     if not steps:
@@ -62,11 +64,6 @@ def note_best(root: Path, keep: KeepBestConfig, reports: Iterable[EvaluationRepo
     if not (root / BEST).is_file() or read_text(root / BEST, "a JSON file", MEGABYTE, unlinked=2) != text:
         write_atomic(root / BEST, text, unlinked=2)
     return best
-
-
-def _of_evaluations(metric: str, reports: Iterable[EvaluationReport]) -> dict[int, float]:
-    """The values of a metric, by the run's step."""
-    return {step: value for step, value in comparable(metric, reports)}
 
 
 def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[int, float]]:

@@ -18,14 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from agent_peft.config import first_error
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.files import (
-    MEGABYTE,
-    check_tree,
-    open_regular,
-    read_text,
-    sync,
-    write_json_atomic,
-)
+from agent_peft.files import MEGABYTE, check_tree, open_regular, read_text, sync, write_json_atomic
 from agent_peft.policies.config import PolicyConfig, PretrainedConfig
 from agent_peft.policies.loading import save_start
 from agent_peft.policies.models.start import START, from_start, split_run, start_of
@@ -126,10 +119,7 @@ def read_origin(folder: Path) -> Origin | None:
 
 def copy_origin(folder: Path, origin: Origin) -> None:
     """Copy into a run directory what it begins with, unless it has a checkpoint of then or later. The copies
-    are never removed.
-
-    Raises:
-        InfrastructureError: it cannot be written.
+    are never removed. Raises `InfrastructureError`: it cannot be written.
     """
     run, root = Path(origin.run), folder / "checkpoints"
     newest = latest_checkpoint(root)

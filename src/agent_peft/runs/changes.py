@@ -56,9 +56,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The configuration of a run directory: its values as they are written there, and checked without
-    importing the user's code.
-    """
+    """The configuration of a run directory as it is written, checked without importing the user's code."""
 
     values: dict[str, Any]
     config: TrainConfig
@@ -87,11 +85,9 @@ def read_earlier(folder: Path) -> Earlier | None:
 def accept(
     folder: Path, earlier: Earlier, config: TrainConfig, asked: bool, contents: Contents | None = None
 ) -> tuple[list[Change], list[str]]:
-    """Return the changes with which a run resumes, and lines to print about them.
-
-    Args:
-        asked: whether the user asked for changes of what is learned.
-        contents: the digests of today's tasks and files; None compares none.
+    """Return the changes with which a run resumes, and lines to print about them. ``asked``: whether the user
+    asked for changes of what is learned. ``contents``: the digests of today's tasks and files; None compares
+    none.
     """
     position = newest_position(folder, earlier.config)
     changes = earlier.changes(config, position.steps)
@@ -164,9 +160,7 @@ def names(changes: Sequence[Change]) -> str:
 
 
 def _beyond_until(folder: Path, position: Position, old: TrainConfig, new: TrainConfig) -> list[str]:
-    """Lines about a stage that ``until`` has ended and that gets more steps. The same ``until`` would end it
-    again, so it is refused.
-    """
+    """Lines about a stage that ``until`` ended and that gets more steps. The same ``until`` is refused."""
     before, after = old.stages[position.stage], new.stages[position.stage]
     if position.checkpoint is None or before.until is None or after.steps <= before.steps:
         return []
@@ -220,11 +214,8 @@ those of 20; a run of 20 steps from the start would have learned something else
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], done: int, defaults: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """The keys that differ between two resolved configurations.
-
-    Args:
-        done: the steps that the run has made with ``old``.
-        defaults: values of keys that ``old`` lacks.
+    """The keys that differ between two resolved configurations. ``done``: the steps that the run has made
+    with ``old``. ``defaults``: values of keys that ``old`` lacks.
 
     >>> one = {"seed": 0, "policy": {"kind": "pretrained"}, "stages": [{"steps": 2}]}
     >>> two = {"seed": 1, "policy": {"kind": "pretrained"}, "stages": [{"steps": 4}]}

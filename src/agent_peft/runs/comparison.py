@@ -156,7 +156,10 @@ class RunComparison:
             table.add_row(
                 Text(group.name),
                 str(len(group.measured)),
-                *(_in_words(name, group.mean(name)) for name in (self.measure, *others)),
+                *(
+                    "" if (mean := group.mean(name)) is None else in_words(name, mean)
+                    for name in (self.measure, *others)
+                ),
                 " ".join(
                     f"{100 * value:.1f}" if of_rates else f"{value:.3f}"
                     for value in group.values(self.measure)
@@ -175,11 +178,8 @@ class RunComparison:
 
 
 def compare_runs(places: Sequence[Path], evaluation: str | None = None) -> RunComparison:
-    """Compare runs.
-
-    Args:
-        places: run directories, and folders that are searched for some.
-        evaluation: the name of the evaluation to compare; None takes the one at the end of each run.
+    """Compare runs. ``places``: run directories, and folders that are searched for some. ``evaluation``: the
+    name of the evaluation to compare; None takes the one at the end of each run.
     """
     measured, warnings = list[Measured](), list[str]()
     for folder in dict.fromkeys(run for place in places for run in _runs(place)):
@@ -279,10 +279,6 @@ def _collapses(group: Seeds) -> Iterator[str]:
                     f"(p {p:.1g})"
                 )
                 break
-
-
-def _in_words(name: str, mean: Mean | None) -> str:
-    return "" if mean is None else in_words(name, mean)
 
 
 # -- configurations ------------------------------------------------------------------------------------------

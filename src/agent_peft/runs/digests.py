@@ -13,11 +13,7 @@ from typing import Any
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import Environment
-from agent_peft.environments.digests import (
-    demonstrations_digest,
-    digest,
-    environment_digests,
-)
+from agent_peft.environments.digests import demonstrations_digest, digest, environment_digests
 from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.start import start_of

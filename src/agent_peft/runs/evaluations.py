@@ -41,9 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Evaluations:
-    """Measures the policy on ``environment`` whenever an evaluation is due. Each evaluation is made once and
-    read back afterwards.
-    """
+    """Measures the policy when an evaluation is due. Each is made once and read back afterwards."""
 
     config: TrainConfig
     environment: Environment | None  # None where the run has no evaluation
@@ -212,7 +210,8 @@ class Evaluations:
                 name=evaluation_name(_stages(self.config), step),
                 step=step,
             )
-            if changed := self._changed(report):
+            now = self._settings[self.config.stages.index(self.config.stage_at(step))]
+            if changed := other_settings(report.settings, now):
                 others.setdefault(", ".join(changed), []).append(str(report.name))
             else:
                 self._keep(report)
@@ -234,11 +233,6 @@ class Evaluations:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             self.progress.note(f"skipped evaluations (checkpoints deleted): {', '.join(names[:5])}{more}")
-
-    def _changed(self, report: EvaluationReport) -> list[str]:
-        """The settings in which a report differs from what would be measured at its step now."""
-        stage = self.config.stage_at(report.step or 0)
-        return other_settings(report.settings, self._settings[self.config.stages.index(stage)])
 
     @cached_property
     def _settings(self) -> list[dict[str, Any]]:
@@ -284,9 +278,7 @@ def _stages(config: TrainConfig) -> list[tuple[str, int]]:
 
 
 def write_evaluation(path: Path, report: EvaluationReport) -> None:
-    """Write the report ``path``, and next to it its episodes. The report comes last: it marks the evaluation
-    as done.
-    """
+    """Write the episodes of a report, then the report ``path``, which marks the evaluation as done."""
     place = {} if report.step is None else {"step": report.step}
     if report.groups:  # recorded replies have none
         write_episodes(path.parent, path.stem, place, report.groups)

@@ -50,11 +50,7 @@ class Lock:
         self._inode: tuple[int, int] | None = None  # of the file that is locked
 
     def acquire(self) -> None:
-        """Lock the folder.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
+        """Lock the folder. Raises `OSError`: the file cannot be made."""
         try:
             self._stack.enter_context(locked(self._path))
         except BlockingIOError as error:
@@ -224,9 +220,7 @@ def measured_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) 
 
 
 def recorded_measured(run: Path) -> dict[str, str]:
-    """Return the values of ``MEASURED`` in the configuration of a run directory, without those that cannot be
-    read.
-    """
+    """Return the readable values of ``MEASURED`` in the configuration of a run directory."""
     file = run / CONFIG
     if not file.is_file():
         return {}

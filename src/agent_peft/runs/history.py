@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from agent_peft.child_processes import start_of
 from agent_peft.files import open_regular, write_json_atomic
 from agent_peft.printable import printable
 from agent_peft.runs.layout import RECORD, read_record
@@ -86,7 +87,9 @@ class History:
         """Add an event (``started``, ``resumed``, ``changed``) after ``step`` steps to the history.
         ``detail`` is for the log, and ``more`` for ``run.json``.
         """
-        self.record["history"].append({"time": _now(), "event": event, "step": step, **_jsonable(more)})
+        # infinite numbers become texts, which JSON can hold
+        more = json.loads(json.dumps(more, default=str), parse_constant=str)
+        self.record["history"].append({"time": _now(), "event": event, "step": step, **more})
         self._write()
         self._log.write(logging.INFO, f"{event} at step {step}" + (f": {detail}" if detail else ""))
 
@@ -134,7 +137,8 @@ def state_of(record: Mapping[str, Any]) -> str:
         return "unknown"
     if state == "running" and isinstance(process, dict) and process.get("host") == socket.gethostname():
         pid = process.get("pid")
-        if not isinstance(pid, int) or _birth(pid) != process.get("birth") or not _is_alive(pid):
+        start = start_of(pid) if isinstance(pid, int) else None
+        if start is None or start != process.get("birth"):
             return "killed"
     return str(state)
 
@@ -166,31 +170,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _jsonable(content: Any) -> Any:
-    """Infinite numbers as texts, which JSON can hold."""
-    return json.loads(json.dumps(content, default=str), parse_constant=str)
-
-
 def _process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "birth": _birth(os.getpid())}
-
-
-def _birth(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks: a later one of the same number differs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):  # another system, or it has ended
-        return None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
+    return {"pid": os.getpid(), "host": socket.gethostname(), "birth": start_of(os.getpid())}
 
 
 def _commit() -> str | None:

@@ -95,11 +95,7 @@ class JournalSource:
 
 
 def open_journal(run: str, config: TrainConfig, contents: Contents, environment: Environment) -> Journal:
-    """Return the journal of a run.
-
-    Raises:
-        AgentPeftError: the run has learned by another configuration, or from other tasks.
-    """
+    """Return the journal of a run that has learned from these tasks by this configuration."""
     path = Path(run).expanduser()
     if (earlier := read_earlier(path)) is None:
         raise AgentPeftError(f"--from-journal: {path} is not a run directory; give one")

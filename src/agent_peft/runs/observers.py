@@ -138,27 +138,20 @@ def metrics_record(step: RunStep) -> dict[str, float | str]:
     Numbers that JSON lacks become strings: ``"nan"``.
 
     A resumed run writes the same bytes as one that was never killed. Numbers that differ between runs (times,
-    speeds) therefore belong in ``TimingFile``.
-
-    Raises:
-        ValueError: a metric is called ``step`` or ``stage``.
+    speeds) therefore belong in ``TimingFile``. Raises `ValueError`: a metric is called ``step`` or ``stage``.
     """
     if taken := {"step", "stage"} & step.metrics.keys():
         raise ValueError(f"a metric cannot be called {min(taken)}: the line has a key of this name")
-    metrics = {name: _jsonable(value) for name, value in step.metrics.items()}
+    metrics = {
+        name: value if math.isfinite(value) else repr(float(value)) for name, value in step.metrics.items()
+    }
     return {"step": step.number, "stage": step.stage.name, **metrics}
 
 
 def append_line(path: Path, record: Mapping[str, float | str]) -> None:
-    """Append a record as one line of JSON; the line is on the disk when this returns. Numbers read back to
-    the bit.
-    """
+    """Append a record as one line of JSON, and sync it. Numbers read back to the bit."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _jsonable(value: float | str) -> float | str:
-    return value if isinstance(value, str) or math.isfinite(value) else repr(float(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,15 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
-from agent_peft.files import open_regular
 from agent_peft.rollout.statistics import other_settings
 from agent_peft.runs.history import state_of
 from agent_peft.runs.layout import CONFIG, RECORD, check_run_files, read_record
-from agent_peft.runs.reading import RunRecord
+from agent_peft.runs.reading import RunRecord, read_lines
 from agent_peft.types import AgentPeftError
 
 LATEST = 20  # steps whose mean time estimates the time left
-_TAIL = 1 << 16  # bytes at the end of a file that hold its last lines
 
 
 @dataclass(frozen=True)
@@ -113,16 +110,7 @@ def _best(run: RunRecord) -> tuple[tuple[str, float] | None, str]:
 
 
 def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:
-    """The records in the last whole lines of a JSONL file of steps."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return []
-    records = []
-    for line in lines[-number:]:
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
+    """The last records of a JSONL file of steps."""
+    with suppress(AgentPeftError):
+        return [record for record in read_lines(path)[-number:] if type(record.get("step")) is int]
+    return []

@@ -23,10 +23,8 @@ def plot_run(
     folder: Path, lines: Sequence[Line], reports: Sequence[EvaluationReport], metrics: Sequence[str] = ()
 ) -> Figure:
     """Return a figure with a panel for each metric: its value in each step, and where evaluations measure it,
-    their points with 95 % intervals. x is the number of steps done before.
-
-    Args:
-        lines: the records of ``metrics.jsonl``.
+    their points with 95 % intervals. x is the number of steps done before. ``lines``: the records of
+    ``metrics.jsonl``.
     """
     try:
         from matplotlib import pyplot

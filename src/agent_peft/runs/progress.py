@@ -98,11 +98,8 @@ class Progress(Observer):
         self, name: str, total: int, done: int = 0, first: int = 0, steps: int | None = None
     ) -> None:
         """Begin a stage of ``total`` steps. ``done`` of them were made by an earlier process, and do not
-        count for the estimate of the time left.
-
-        Args:
-            first: the number of the run's steps before the stage.
-            steps: of all stages; None takes those of this one.
+        count for the estimate of the time left. ``first``: the number of the run's steps before the stage.
+        ``steps``: of all stages; None takes those of this one.
         """
         name = printable(name)
         self._name, self._total, self._done, self._resumed = name, total, done, done
@@ -150,11 +147,7 @@ class Progress(Observer):
             bars.remove_task(bar)
 
     def advance(self, metrics: Mapping[str, float], tokens_per_second: float) -> None:
-        """Count one step of the stage.
-
-        Raises:
-            RuntimeError: no stage was started, or all its steps are done.
-        """
+        """Count one step of the stage. Raises `RuntimeError`: no stage has a step left."""
         if self._done >= self._total:
             raise RuntimeError(
                 f"all {self._total} steps of stage {self._name!r} are done: start a stage before it advances"

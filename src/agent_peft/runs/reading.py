@@ -147,10 +147,8 @@ def evaluation_paths(run: Path) -> dict[int, Path]:
 
 
 def evaluation_name(stages: Iterable[tuple[str, int]], step: int) -> str:
-    """Return the name of the evaluation after ``step`` steps of a run.
-
-    Args:
-        stages: the name and the number of steps of each.
+    """Return the name of the evaluation after ``step`` steps of a run. ``stages``: the name and the number of
+    steps of each.
 
     >>> [evaluation_name([("sft", 2), ("rloo", 4)], step) for step in (0, 2, 4, 6)]
     ['base', 'after sft', 'step 4', 'after rloo']

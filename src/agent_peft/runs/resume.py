@@ -31,7 +31,9 @@ def find_position(config: TrainConfig, world_size: int) -> Position:
     clean(folder / "checkpoints")
     position = newest_position(folder, config)
     if position.checkpoint is None:
-        if lines := _count_lines(folder / "metrics.jsonl"):
+        path = folder / "metrics.jsonl"
+        metrics = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1) if path.is_file() else b""
+        if lines := metrics.count(b"\n"):
             logger.warning(
                 "%s: holds metrics of %d steps and no checkpoint, so they are made again from the start",
                 folder,
@@ -70,12 +72,6 @@ def load_start(policy: Policy, checkpoint: Path, stage: str) -> None:
             f"{checkpoint}: the reference of stage {stage!r} is this checkpoint, and it cannot be read "
             f"({error}); put it back from a backup, or start over with --fresh"
         ) from error
-
-
-def _count_lines(path: Path) -> int:
-    if not path.is_file():
-        return 0
-    return read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1).count(b"\n")
 
 
 def forget_after(folder: Path, steps: int) -> None:

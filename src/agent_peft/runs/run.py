@@ -193,9 +193,7 @@ class Recording:
         return self.config.run_dir / "trajectories"
 
     def write_step(self, trainer: Trainer, step: RunStep, index: int, done: int) -> None:
-        """Write the files of a step of stage ``index``, after which ``done`` steps of the run are done, and
-        then its checkpoint.
-        """
+        """Write the files of a step of stage ``index``, the run's ``done``-th, then its checkpoint."""
         record = metrics_record(step)
         append_line(self.config.run_dir / "metrics.jsonl", record)
         keep_trajectories(self.trajectories, step, self.config.trajectories)
@@ -210,9 +208,7 @@ class Recording:
         self._save(trainer, index, end, statistics)
 
     def write_stop(self, trainer: Trainer, index: int, number: int, groups: list[Group]) -> Path:
-        """Write the trajectories of a step whose update is not finite, and that it stopped the run there.
-        Returns the path of the trajectories.
-        """
+        """Write the trajectories of a step whose update is not finite, and STOPPED. Returns their path."""
         name, sampled = trainer.stage.name, trainer.stage.samples
         path = write_trajectories(self.trajectories, number, name, groups, sampled=sampled)
         write_atomic(self.config.run_dir / STOPPED, json.dumps({"stage": index, "step": number}) + "\n")
@@ -387,9 +383,7 @@ class _Run:
             self.recording.write_early_end(trainer, index, done, first + stage.steps)
 
     def steps(self, trainer: Trainer, index: int, first: int) -> Iterator[Step]:
-        """Yield the trainer's steps. An update that is not finite ends the run, and its trajectories and
-        position are on disk.
-        """
+        """Yield the trainer's steps. An update that is not finite ends the run, its trajectories on disk."""
         try:
             yield from trainer
         except NonFiniteError as error:

@@ -94,11 +94,9 @@ def _config_of(run: Path) -> Path:
 def open_run(
     run: str | Path, checkpoint: str | None = None, base: bool = False, config: TrainConfig | None = None
 ) -> tuple[TrainConfig, Policy]:
-    """Load a run's configuration, and its policy with the weights of a checkpoint.
-
-    Args:
-        checkpoint: its name, such as ``step_000012``, or ``best``; None takes the newest.
-        base: take the policy as it was before training.
+    """Load a run's configuration, and its policy with the weights of a checkpoint. ``checkpoint``: its name,
+    such as ``step_000012``, or ``best``; None takes the newest. ``base``: take the policy as it was before
+    training.
     """
     run = Path(run)
     config = config or run_config(run)

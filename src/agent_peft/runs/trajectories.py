@@ -33,12 +33,7 @@ _STEP = re.compile(r"\.?step_(\d{6,})\.(?:jsonl?|safetensors)(?:\.aside)?")
 
 
 def episode_record(
-    trajectory: Trajectory,
-    *,
-    group: int,
-    attempt: int,
-    row: int,
-    advantages: Sequence[float] | None = None,
+    trajectory: Trajectory, *, group: int, attempt: int, row: int, advantages: Sequence[float] | None = None
 ) -> dict[str, Any]:
     """Return an episode of a training step or of an evaluation as JSON values.
 
@@ -132,10 +127,7 @@ def write_episodes(
     values: TokenValues | None = None,
 ) -> Path:
     """Write ``folder/name.jsonl`` and its arrays, each of them whole or not at all. Returns the path of the
-    lines.
-
-    Args:
-        place: comes first in each line, such as ``{"step": 20}``.
+    lines. ``place``: comes first in each line, such as ``{"step": 20}``.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     numbers = [(group, attempt) for group, of in enumerate(groups) for attempt in range(len(of.trajectories))]
@@ -164,10 +156,8 @@ def write_trajectories(
     values: TokenValues | None = None,
     version: int | None = None,
 ) -> Path:
-    """Write the episodes of a step to ``folder/step_000012.jsonl`` and its arrays.
-
-    Args:
-        version: the steps that were done when they were sampled, in a stage with a lag.
+    """Write the episodes of a step to ``folder/step_000012.jsonl`` and its arrays. ``version``: the steps
+    that were done when they were sampled, in a stage with a lag.
     """
     place = {"stage": stage, "step": step, **({} if version is None else {"version": version})}
     return write_episodes(folder, f"step_{step:06d}", place, groups, sampled=sampled, values=values)

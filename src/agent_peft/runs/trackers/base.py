@@ -120,9 +120,7 @@ class _State:
 
 
 class TrackerThread(Observer):
-    """Passes an observer's events to a tracker, on its own thread. ``name`` is that of its files in
-    ``RUN/trackers``.
-    """
+    """Passes events to a tracker, on its own thread. ``name``: of its files in ``RUN/trackers``."""
 
     def __init__(self, tracker: Tracker, config: TrackerConfig, name: str) -> None:
         self.tracker, self.config, self.name = tracker, config, name

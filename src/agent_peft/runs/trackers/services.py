@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from agent_peft.configuration import yaml12
@@ -14,19 +15,21 @@ from agent_peft.runs.trackers.base import COLUMNS, Row, TrackedRun, Tracker, mut
 from agent_peft.types import AgentPeftError
 
 
-def _absent(kind: str, error: ImportError) -> AgentPeftError:
-    return AgentPeftError(f"the tracker {kind} needs its package ({error}); pip install agent-peft[{kind}]")
+def _package(kind: str, module: str) -> Any:
+    """Import what a tracker needs."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise AgentPeftError(
+            f"the tracker {kind} needs its package ({error}); pip install agent-peft[{kind}]"
+        ) from error
 
 
 class TensorBoard(Tracker):
     """Event files in ``RUN/trackers/tensorboard``, which ``tensorboard --logdir`` finds below any folder."""
 
     def __init__(self, config: TensorBoardConfig) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _absent("tensorboard", error) from error
-        self._class: Any = SummaryWriter
+        self._class = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter
         self._writer: Any = None
 
     def open(self, run: TrackedRun) -> str | None:
@@ -66,12 +69,8 @@ class Wandb(Tracker):
     """A run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _absent("wandb", error) from error
+        self._wandb = _package("wandb", "wandb")
         mute("wandb")
-        self._wandb: Any = wandb
         self._config = config
         self._run: Any = None
 
@@ -116,11 +115,7 @@ class Trackio(Tracker):
     """A run of Trackio. Its name is the id to continue with."""
 
     def __init__(self, config: TrackioConfig) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise _absent("trackio", error) from error
-        self._trackio: Any = trackio
+        self._trackio = _package("trackio", "trackio")
         self._config = config
         self._run: Any = None
 
@@ -152,13 +147,9 @@ class Mlflow(Tracker):
     """A run of MLflow. Its tables are JSON files among the run's artifacts."""
 
     def __init__(self, config: MlflowConfig) -> None:
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric
-        except ImportError as error:
-            raise _absent("mlflow", error) from error
+        self._client_class = _package("mlflow", "mlflow").MlflowClient
+        self._metric, self._config = _package("mlflow", "mlflow.entities").Metric, config
         mute("urllib3.connectionpool")  # which logs each try to reach a server
-        self._client_class, self._metric, self._config = MlflowClient, Metric, config
         self._client: Any = None
         self._id = ""
 
