@@ -45,6 +45,8 @@ class Batch:
     labels: Tensor | None = (
         None  # (B,) int64: 1 is desirable, -1 is not, 0 has no label; None where all are 0
     )
+    # (B, T) bool: the sampler set the token in a trained action (``Turn.forced``); None where it set none
+    forced: Tensor | None = None
     # (B,) bool: it has something to learn from, where the advantages do not decide that: with a KL in the
     # reward (whether it would have one without the KL), and with a teacher
     signal: Tensor | None = None
@@ -57,6 +59,11 @@ class Batch:
         """The real tokens of each row. Parts of a batch share these lists."""
         rows = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in rows]
+
+    @property
+    def actions(self) -> Tensor:
+        """(B, T) bool: the action mask, with what was forced inside of an action: each run is a turn."""
+        return self.action_mask if self.forced is None else self.action_mask | self.forced
 
     def rows_by_group(self) -> dict[int, list[int]]:
         """The rows of each group's trajectories, by the group's number."""
@@ -112,11 +119,14 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
     tokens = torch.zeros(shape, dtype=torch.int64)
     action_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.zeros(shape, dtype=torch.float32)
+    forced = torch.zeros(shape, dtype=torch.bool)
     rewards = torch.zeros(shape, dtype=torch.float64)  # so that equal sums are equal, in whatever parts
     for row, trajectory in enumerate(trajectories):
         tokens[row, : lengths[row]] = torch.tensor(trajectory.tokens)
         mask = trained_mask(trajectory, mask_cut)
         action_mask[row, : lengths[row]] = torch.tensor(mask)
+        if trajectory.num_thoughts_cut:
+            forced[row, : lengths[row]] = torch.tensor(trained_mask(trajectory, mask_cut, forced=True))
         logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs).masked_fill(
             ~torch.tensor(mask), 0.0
         )
@@ -133,6 +143,7 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         groups=torch.tensor(list(groups), dtype=torch.int64),
         advantages=torch.zeros(shape),
         weights=torch.zeros(shape),
+        forced=forced & ~action_mask if forced.any() else None,
         labels=torch.tensor(labels) if any(labels := [_label(t.desirable) for t in trajectories]) else None,
     )
 
@@ -148,9 +159,10 @@ def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch
     return collate([t for t, _ in members], [number for _, number in members], mask_cut)
 
 
-def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
-    """(T,) the action mask without the mistakes of demonstrations, and with or without cut actions. Of the
-    reply after a mistake it has only what that reply changes: to learn the rest would teach to copy mistakes.
+def trained_mask(trajectory: Trajectory, mask_cut: bool, forced: bool = False) -> tuple[bool, ...]:
+    """(T,) the action mask without the mistakes of demonstrations, and with or without cut actions and
+    ``forced`` tokens. Of the reply after a mistake it has only what that reply changes: to learn the rest
+    would teach to copy mistakes.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))
@@ -163,7 +175,8 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
         is_trained = not (turn.mistake or (mask_cut and turn.cut))
         positions = range(len(turn.action)) if mistake is None else _changed(mistake, turn.action)
         mask += (False,) * len(turn.observation)
-        mask += (is_trained and position in positions for position in range(len(turn.action)))
+        sampled = (True,) * len(turn.action) if forced else turn.sampled
+        mask += (is_trained and drawn and place in positions for place, drawn in enumerate(sampled))
         mistake = turn.action if turn.mistake else None
     return tuple(mask)
 
@@ -182,15 +195,15 @@ def _changed(mistake: Sequence[int], repair: Sequence[int]) -> range:
     return range(min(start, len(repair) - 1), len(repair) - max(end - 1, 0))
 
 
-def turn_starts(mask: Tensor) -> Tensor:
-    """(B, T) bool: where each run of sampled tokens begins. Such a run is a turn, since a message of the
+def turn_starts(actions: Tensor) -> Tensor:
+    """(B, T) bool: where each run of an action's tokens begins. Such a run is a turn, since a message of the
     environment is between two of them.
 
     >>> turn_starts(torch.tensor([[False, True, False, True, True]])).tolist()
     [[False, True, False, True, False]]
     """
-    starts = mask & ~mask.roll(1, dims=1)
-    starts[:, :1] = mask[:, :1]
+    starts = actions & ~actions.roll(1, dims=1)
+    starts[:, :1] = actions[:, :1]
     return starts
 
 

@@ -12,13 +12,13 @@ from typing import Any
 MAX_PYTHON = 32_768  # characters of a list of calls; Python's parser has no other bound
 
 # how thoughts open and close: of most models, Mistral's, Seed's and Gemma 4's
-_THOUGHTS = {
+THOUGHTS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
     "<|channel>thought": "<channel|>",
 }
-_MARK = re.compile("|".join(re.escape(mark) for pair in _THOUGHTS.items() for mark in pair))
+_MARK = re.compile("|".join(re.escape(mark) for pair in THOUGHTS.items() for mark in pair))
 _DECODER = json.JSONDecoder(strict=False)
 _BLANKS = re.compile(r"\s*")
 _PYTHON_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
@@ -61,9 +61,9 @@ def read_reply(reply: str) -> Reply:
         if closing not in (None, mark[0]):
             continue
         part = reply[place : mark.start()]
-        if closing is None and mark[0] in _THOUGHTS:
+        if closing is None and mark[0] in THOUGHTS:
             texts.append(part)
-            closing = _THOUGHTS[mark[0]]
+            closing = THOUGHTS[mark[0]]
         elif closing is None:
             thoughts += [*texts, part]
             texts.clear()
@@ -92,9 +92,10 @@ class ThoughtSplitter:
     """
 
     def __init__(self, opened: str = "", written: Callable[[str], str] = str) -> None:
-        self._closings = {written(mark): written(closing) for mark, closing in _THOUGHTS.items()}
+        self._closings = {written(mark): written(closing) for mark, closing in THOUGHTS.items()}
+        self._texts = {written(closing): closing for closing in THOUGHTS.values()}
         mark = _MARK.match(opened)
-        self._closing = written(_THOUGHTS[mark[0]]) if mark else None
+        self._closing = written(THOUGHTS[mark[0]]) if mark else None
         self._held = ""
         self.thinks = mark is not None  # whether there was a thought, which may be empty
 
@@ -102,6 +103,11 @@ class ThoughtSplitter:
     def closed(self) -> bool:
         """Whether no thought is open."""
         return self._closing is None
+
+    @property
+    def closing(self) -> str:
+        """The mark that closes the open thought; empty where none is open."""
+        return self._texts[self._closing] if self._closing else ""
 
     def push(self, text: str) -> tuple[str, str]:
         """The thought and the text that are certain since the last call."""
@@ -145,7 +151,7 @@ def open_thought(prompt: str) -> str:
     ('<think>\\n', '')
     """
     last = max(_MARK.finditer(prompt), key=lambda mark: mark.start(), default=None)
-    return prompt[last.start() :] if last is not None and last[0] in _THOUGHTS else ""
+    return prompt[last.start() :] if last is not None and last[0] in THOUGHTS else ""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,8 @@ class Turn:
     temperature, top-p and top-k. ``cut`` means that a limit on tokens ended the action, not the policy.
     ``mistake`` means that a demonstration shows the action as a mistake: it is read, and never trained. Of
     the action after it, only what that action changes is trained. ``score`` is how far the episode had come
-    after it, where the environment reports that.
+    after it, where the environment reports that. ``forced`` are the places in ``action`` that the sampler set
+    and the policy did not draw, with log-probability 0: they are read, and never trained.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -175,10 +176,16 @@ class Turn:
     cut: bool = False
     mistake: bool = False
     score: float | None = None
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.action) != len(self.logprobs):
             raise ValueError(f"{len(self.action)} action tokens but {len(self.logprobs)} log-probabilities")
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """Which tokens of the action are not forced."""
+        return tuple(place not in self.forced for place in range(len(self.action)))
 
 
 @dataclass(frozen=True)
@@ -214,9 +221,7 @@ class Trajectory:
 
     @property
     def action_mask(self) -> tuple[bool, ...]:
-        return tuple(
-            m for turn in self.turns for m in (*(False,) * len(turn.observation), *(True,) * len(turn.action))
-        )
+        return tuple(m for turn in self.turns for m in (*(False,) * len(turn.observation), *turn.sampled))
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -229,7 +234,7 @@ class Trajectory:
 
     @property
     def num_action_tokens(self) -> int:
-        return sum(len(turn.action) for turn in self.turns)
+        return sum(len(turn.action) - len(turn.forced) for turn in self.turns)
 
     @property
     def num_invalid(self) -> int:
@@ -240,6 +245,11 @@ class Trajectory:
     def num_cut(self) -> int:
         """Turns whose action a limit on tokens ended."""
         return sum(turn.cut for turn in self.turns)
+
+    @property
+    def num_thoughts_cut(self) -> int:
+        """Turns in which a budget of tokens ended a thought."""
+        return sum(bool(turn.forced) for turn in self.turns)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from agent_peft.configuration.load import Provenance, dump_config, load_for_eval
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.sampling import LIMITS
 from agent_peft.types import AgentPeftError
 
 TOP = """\
@@ -158,7 +159,7 @@ def test_supervised_stages_pass_over_how_tokens_are_drawn(load, tmp_path):
     assert (sft.sampling.temperature, sft.sampling.top_p, sft.sampling.max_tokens) == (1.0, 1.0, 77)
     assert (rl.sampling.temperature, rl.sampling.top_p, rl.sampling.max_tokens) == (0.7, 0.9, 77)
     shown = {key for key, _ in effective_values(config) if key.startswith("stages.0.sampling")}
-    assert shown == {f"stages.0.sampling.{key}" for key in ("max_new_tokens", "max_tokens", "stop")}
+    assert shown == {f"stages.0.sampling.{key}" for key in LIMITS}
     dump_config(config, tmp_path / "again.yaml")
     assert read_config(tmp_path / "again.yaml")[0] == config
 

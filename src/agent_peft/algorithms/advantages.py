@@ -194,7 +194,7 @@ class Turns:
     @classmethod
     def of(cls, batch: Batch, discount: float) -> Turns:
         """The turns, with their returns under a ``discount`` γ per turn."""
-        begins = turn_starts(batch.action_mask)
+        begins = turn_starts(batch.actions)
         rows, starts = begins.nonzero(as_tuple=True)
         numbers = (begins.flatten().cumsum(0) - 1).view(begins.shape)
         returns = torch.zeros(len(rows), dtype=torch.float64, device=begins.device)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from agent_peft.algorithms.surrogates import token_mean
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.config import Config
-from agent_peft.lazy_torch import Tensor
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.ranks import EXTREMES
 from agent_peft.types import AgentPeftError
 
@@ -150,8 +150,14 @@ def fault_under_lag(algorithm: Algorithm) -> str:
 
 def weighted(minibatch: Batch, weighting: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Batch, Tensor]:
     """The minibatch with the weights of a ``weighting``, and their denominator."""
-    weights, denominator = weighting(minibatch.action_mask)
-    return replace(minibatch, weights=weights), denominator
+    mask = minibatch.action_mask
+    if minibatch.forced is None:
+        weights, denominator = weighting(mask)
+        return replace(minibatch, weights=weights), denominator
+    # forced tokens move to the end, so that they do not part a turn in two
+    order = minibatch.forced.int().argsort(dim=1, stable=True)
+    moved, denominator = weighting(mask.gather(1, order))
+    return replace(minibatch, weights=torch.zeros_like(moved).scatter(1, order, moved)), denominator
 
 
 def weighted_sums(per_token: Mapping[str, Tensor], microbatch: Batch) -> Metrics:

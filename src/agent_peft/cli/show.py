@@ -185,6 +185,8 @@ def _of_turn(episode: EpisodeRecord, turn: int) -> str:
         parts.append("not understood")
     if turn in episode.cut_turns:
         parts.append("cut by a limit on tokens")
+    if episode.forced and episode.forced[turn]:
+        parts.append("its thought cut by sampling.max_thinking_tokens")
     if turn in episode.mistake_turns:
         parts.append("a mistake, not learned")
     return ", ".join(parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent_peft.policies.engine.base import AnyEngine, EngineConfig
 from agent_peft.policies.forward.attention import TILE
@@ -180,7 +180,7 @@ class StageSizes(Protocol):
     @property
     def copies_reference(self) -> bool: ...
     @property
-    def needs_entropy(self) -> bool: ...
+    def algorithm(self) -> Any: ...
     @property
     def has_teacher(self) -> bool: ...
     @property
@@ -320,7 +320,9 @@ def _training(model: MemoryModel, stage: StageSizes, teacher: ModelShape) -> Ite
         states = teacher.hidden * model.width
         source = f"{positions:,} positions × {states:,} bytes"
         yield MemoryPart("the teacher's states", positions * states, source)
-    logits = model.head_bytes(positions, stage.needs_entropy, stage.sampling.truncates, stage.has_teacher)
+    logits = model.head_bytes(
+        positions, stage.algorithm.facts.needs_entropy, stage.sampling.truncates, stage.has_teacher
+    )
     inside = model.backward_bytes(positions, longest)
     update = model.trained * FP32 - saved  # temporary numbers of AdamW, when the activations are freed
     name, size, source = max(

@@ -4,6 +4,7 @@ and the strings that end an action.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -14,9 +15,9 @@ from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.seeding import derive
 
 # of an evaluation's sampling: where it sets none, those of the stage that it follows
-LIMITS = ("max_new_tokens", "max_tokens", "stop")
+LIMITS = ("max_new_tokens", "max_tokens", "max_thinking_tokens", "stop")
 # how tokens are drawn: of no effect where demonstrations are scored
-DISTRIBUTION = ("temperature", "top_p", "top_k")
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 
 class SamplingConfig(Config):
@@ -32,9 +33,21 @@ class SamplingConfig(Config):
         description="keep the likeliest tokens whose probabilities reach this sum",
     )
     top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0 keeps all")
+    min_p: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="keep the tokens that have at least this share of the likeliest one's probability",
+    )
     max_new_tokens: int = Field(default=128, ge=1, description="maximum tokens of one action")
     max_tokens: int = Field(
         default=1024, ge=2, description="maximum tokens of one episode, observations included"
+    )
+    max_thinking_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum tokens of the thoughts of one action: then the sampler closes the thought, by "
+        "tokens that are read and never trained; null sets no limit",
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="an action also ends when one of these appears in its text"
@@ -42,13 +55,13 @@ class SamplingConfig(Config):
 
     @property
     def truncates(self) -> bool:
-        """Whether top-p or top-k make the support smaller than the vocabulary."""
-        return self.top_p < 1.0 or self.top_k > 0
+        """Whether top-p, top-k or min-p make the support smaller than the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = None) -> Tensor:
-    """Log-probabilities (..., V) in fp32 nats of the sampling distribution: temperature, then top-k, then
-    top-p (Holtzman et al. 2020).
+    """Log-probabilities (..., V) in fp32 nats of the sampling distribution: temperature, then min-p (Nguyen
+    et al. 2024), then top-k, then top-p (Holtzman et al. 2020), in vLLM's order.
 
     Tokens outside the support get -inf. The most likely token is always inside.
 
@@ -71,6 +84,8 @@ def _filtered(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = No
         inside = torch.ones_like(values, dtype=torch.bool)
         if sampling.top_k > 0:
             inside &= rank < sampling.top_k
+        if sampling.min_p > 0.0:
+            inside &= values >= values[..., :1] + math.log(sampling.min_p)
         if sampling.top_p < 1.0:
             p = values.masked_fill(~inside, -torch.inf).softmax(-1)
             inside &= (p.cumsum(-1) - p) < sampling.top_p  # the token that crosses top_p is still inside

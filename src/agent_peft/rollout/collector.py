@@ -170,6 +170,7 @@ class Collector:
                 on_end=self.on_episode,
                 replays=replays,
                 seconds=seconds,
+                max_thinking_tokens=sampling.max_thinking_tokens,
             )
             for position in positions
             for member in range(group_size)
@@ -348,7 +349,11 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """All but the task."""
     return {
         **{name: value for name, value in vars(trajectory).items() if name != "task"},
-        "turns": [vars(turn) for turn in trajectory.turns],
+        # without places where none is forced, as in the files of earlier versions
+        "turns": [
+            {key: value for key, value in vars(turn).items() if key != "forced" or value}
+            for turn in trajectory.turns
+        ],
         "messages": [message.to_json() for message in trajectory.messages],
     }
 

@@ -92,8 +92,9 @@ class EpisodeConversation:
         on_end: Callable[[], None] | None = None,
         replays: ReplayWindow | None = None,
         seconds: float | None = None,
+        max_thinking_tokens: int | None = None,
     ) -> None:
-        self.seconds = seconds
+        self.seconds, self.max_thinking_tokens = seconds, max_thinking_tokens
         self.environment, self.task, self.chat, self.defects = environment, task, chat, defects
         self.stop, self.max_tokens = [text.encode() for text in stop], max_tokens
         self.on_end, self.replays = on_end, replays
@@ -177,6 +178,11 @@ class EpisodeConversation:
         """
         cut = self._is_cut(action)
         self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=cut, mistake=mistake))
+        if self.max_thinking_tokens is not None:
+            from agent_peft.policies.thinking import forced_places
+
+            forced = forced_places(self.chat, self.max_thinking_tokens, self._observation, action)
+            self.turns[-1] = replace(self.turns[-1], forced=forced)
         self._room = room
         self._replies.append(reply or self._read(action))
         following = self._step(self._replies[-1])

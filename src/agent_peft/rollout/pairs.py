@@ -174,7 +174,9 @@ def _mismatched(group: Group, others: Sequence[Trajectory], longest: int) -> Ite
                 break
             action = turn.action[:room]
             # no policy sampled them after this opening: the trainer scores them
-            turns.append(replace(turn, action=action, logprobs=(0.0,) * len(action)))
+            forced = tuple(place for place in turn.forced if place < len(action))
+            zeros = (0.0,) * len(action)
+            turns.append(replace(turn, action=action, logprobs=zeros, forced=forced))
             room -= len(turn.action)
         yield Trajectory(group.task, tuple(turns))
 
@@ -238,7 +240,8 @@ def read_episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
             valid, cut = number not in line["invalid_turns"], number in line["cut_turns"]
             scores = line.get("turn_scores")
             score = None if scores is None else scores[number]
-            turns.append(Turn(observation, tokens, logprobs, valid, cut, score=score))
+            forced = tuple(line["forced"][number]) if "forced" in line else ()
+            turns.append(Turn(observation, tokens, logprobs, valid, cut, score=score, forced=forced))
         observation = () if is_action else tokens
     if len(turns) != len(line["rewards"]):
         raise ValueError(f"row {line['row']} has {len(turns)} turns and {len(line['rewards'])} rewards")

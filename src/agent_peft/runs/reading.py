@@ -239,6 +239,8 @@ class EpisodeRecord:
     score: float | None = None
     reference: str | None = None  # what would have been right
     mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learned
+    # of each turn, the places in its action that the sampler set (``Turn.forced``); empty where it set none
+    forced: tuple[tuple[int, ...], ...] = ()
     advantages: tuple[float, ...] | None = None  # of each turn, the mean over its action tokens
     _arrays: _Arrays = field(repr=False, compare=False)
 

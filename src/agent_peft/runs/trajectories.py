@@ -51,6 +51,7 @@ def episode_record(
     """
     mistakes = [number for number, turn in enumerate(trajectory.turns) if turn.mistake]
     scores = [turn.score for turn in trajectory.turns]
+    forced = [list(turn.forced) for turn in trajectory.turns]
     return {
         "group": group,
         "attempt": attempt,
@@ -62,6 +63,7 @@ def episode_record(
         "stop_reason": trajectory.stop_reason.value,
         **({} if trajectory.score is None else {"score": trajectory.score}),
         **({"turn_scores": scores} if any(score is not None for score in scores) else {}),
+        **({"forced": forced} if any(forced) else {}),
         "rewards": list(trajectory.rewards),
         "reward_terms": dict(trajectory.reward_terms),
         **({} if advantages is None else {"advantages": list(advantages)}),

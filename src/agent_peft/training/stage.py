@@ -28,7 +28,7 @@ from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
-from agent_peft.training.step_metrics import LAG_METRICS, metrics_of
+from agent_peft.training.step_metrics import LAG_METRICS, THINKING_METRICS, metrics_of
 from agent_peft.training.teacher_config import TeacherConfig
 from agent_peft.training.until import UntilConfig, unknown_metric
 from agent_peft.types import AgentPeftError, Task
@@ -211,10 +211,6 @@ class StageConfig(Config):
         return self.algorithm.facts.needs_reference or (self.has_teacher and self.teacher.model is None)
 
     @property
-    def needs_entropy(self) -> bool:
-        return self.algorithm.facts.needs_entropy
-
-    @property
     def has_teacher(self) -> bool:
         return self.algorithm.facts.divergence is not None
 
@@ -228,15 +224,20 @@ class StageConfig(Config):
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics that a step of the stage may have."""
-        facts = self.algorithm.facts
+        facts, thinking = self.algorithm.facts, THINKING_METRICS if self.limits_thoughts else ()
         if not facts.on_policy:
             if facts.preferences:
                 ties = self.episodes_of is not None and facts.preferences == "pairs"
                 return metrics_of(facts, EPISODE_PAIR_METRICS if ties else ())
-            source = ("groups_with_signal", *SUCCESS_METRICS) if self.samples else None
+            source = ("groups_with_signal", *SUCCESS_METRICS, *thinking) if self.samples else None
             return metrics_of(facts, source, self.samples)
         refilled, late = REFILL_METRICS if self.refill else (), LAG_METRICS if self.lag else ()
-        return metrics_of(facts, (*refilled, *late))
+        return metrics_of(facts, (*refilled, *late, *thinking))
+
+    @property
+    def limits_thoughts(self) -> bool:
+        """Whether the thoughts of the policy's episodes have a limit."""
+        return self.samples and self.sampling.max_thinking_tokens is not None
 
     @property
     def samples(self) -> bool:
@@ -307,11 +308,11 @@ class StageConfig(Config):
         if self._sets("reference") and not self.uses_reference:
             raise ValueError("reference has no effect with teacher.model; leave it out")
         if (algorithm.needs_reference or algorithm.divergence) and sampling.truncates:
-            key = "top_p" if sampling.top_p < 1 else "top_k"
+            key = next(key for key in DISTRIBUTION[1:] if self._sets(f"sampling.{key}"))
             other = "teacher" if algorithm.divergence else "reference"
             raise ValueError(
                 f"sampling.{key} cuts off tokens that the {other} gives probability to, so the KL cannot be "
-                "measured on those that are drawn; leave top_p and top_k out, or the KL"
+                "measured on those that are drawn; leave top_p, top_k and min_p out, or the KL"
             )
         if self.until is not None and self.until.metric not in (*self.metrics, *METRICS):
             raise ValueError(unknown_metric(self.until.metric, self.metrics))
@@ -322,8 +323,7 @@ class StageConfig(Config):
             )
         if self.group_size == 1 and algorithm.compares_groups:
             raise ValueError(
-                f"group_size: 1 is too small for {kind}, which compares the episodes of a task with each "
-                "other"
+                f"group_size: 1 is too small for {kind}, which compares the episodes of a task; raise it"
             )
         return self
 

@@ -46,6 +46,7 @@ LOOP_METRICS = ("epochs_done", "microbatch_halvings")  # Trainer.__iter__
 # Trainer.observe, checks.Mismatch
 SAMPLER_METRICS = ("groups_with_signal", "mismatch", "mismatch_max", "mismatch_k3", "surprisal")
 LAG_METRICS = ("staleness",)  # Trainer.update
+THINKING_METRICS = ("thoughts_cut",)  # describe, with sampling.max_thinking_tokens
 SFT_METRICS = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
 # metric -> format of the one line about a step, in their order
@@ -104,14 +105,17 @@ class SignalCounter:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-def describe(groups: list[Group], collection: Collection, sampled: bool = True) -> dict[str, float]:
+def describe(
+    groups: list[Group], collection: Collection, sampled: bool = True, thinking: bool = False
+) -> dict[str, float]:
     """The metrics of a step's trajectories. Most are means or shares of trajectories.
-    ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions`` (ended by a token
-    limit) are shares of turns. Failures are counts.
+    ``zero_variance_groups`` is a share of groups; ``invalid_actions``, ``cut_actions`` (ended by a token
+    limit) and ``thoughts_cut`` are shares of turns. Failures are counts.
 
     Args:
         sampled: whether the policy has made the trajectories. The rewards of demonstrations do not measure
             it, so they are left out.
+        thinking: whether thoughts have a limit.
     """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     turns = sum(len(t.turns) for t in trajectories)
@@ -133,6 +137,11 @@ def describe(groups: list[Group], collection: Collection, sampled: bool = True) 
         "action_tokens": share(sum(t.num_action_tokens for t in trajectories)),
         "invalid_actions": sum(t.num_invalid for t in trajectories) / max(turns, 1),
         "cut_actions": sum(t.num_cut for t in trajectories) / max(turns, 1),
+        **(
+            {"thoughts_cut": sum(t.num_thoughts_cut for t in trajectories) / max(turns, 1)}
+            if thinking
+            else {}
+        ),
         "truncated": share(sum(t.stop_reason == "token_limit" for t in trajectories)),
         "out_of_turns": share(sum(t.stop_reason == "turn_limit" for t in trajectories)),
         "infrastructure_failures": float(collection.failures),
@@ -152,7 +161,8 @@ def surprisal(groups: Sequence[Group]) -> float:
     0.375
     """
     turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
-    return -sum(sum(turn.logprobs) for turn in turns) / max(sum(len(turn.logprobs) for turn in turns), 1)
+    drawn = sum(len(turn.action) - len(turn.forced) for turn in turns)
+    return -sum(sum(turn.logprobs) for turn in turns) / max(drawn, 1)
 
 
 def headline(metrics: Mapping[str, float]) -> str:

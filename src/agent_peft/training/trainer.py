@@ -151,7 +151,7 @@ class Trainer:
                     if self.algorithm.is_done(mean_of(updates[-self.algorithm.minibatches :])):
                         break
             metrics = {
-                **describe(collected, collection, self.stage.samples),
+                **describe(collected, collection, self.stage.samples, self.stage.limits_thoughts),
                 **mean_of(updates),
                 **self.observe(batch, len(groups)),
                 **({"surprisal": surprisal(collected)} if self.algorithm.on_policy else {}),

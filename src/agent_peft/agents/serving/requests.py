@@ -80,6 +80,10 @@ class _Request(Wire):
     )
     top_p: StrictFloat | None = Field(default=None, gt=0, le=1)
     top_k: StrictInt | None = Field(default=None, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
+    min_p: StrictFloat | None = Field(default=None, ge=0, le=1, description="vLLM's key; default 0")
+    max_thinking_tokens: Count | None = Field(
+        default=None, description="after so many tokens of thoughts, an open thought is closed by force"
+    )
     seed: StrictInt | None = Field(
         default=None, ge=-(2**63), lt=2**63, description="decides the first choice; the others derive theirs"
     )
@@ -102,7 +106,6 @@ class _Request(Wire):
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     repetition_penalty: Literal[1] | None = None
-    min_p: Literal[0] | None = None
     min_tokens: Literal[0] | None = None
     ignore_eos: Literal[False] | None = None
     include_stop_str_in_output: Literal[False] | None = None
@@ -122,7 +125,7 @@ class _Request(Wire):
         return stop
 
     @field_validator(
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", mode="before"
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", mode="before"
     )
     @classmethod
     def _is_a_number(cls, number: Any) -> Any:
@@ -274,6 +277,8 @@ def sampling_of(request: ChatRequest | CompletionRequest, prompt: int, limit: in
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        max_thinking_tokens=request.max_thinking_tokens,
         max_new_tokens=most_new or room,
         max_tokens=limit,
         stop=request.stops,

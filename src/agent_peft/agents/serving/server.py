@@ -48,6 +48,7 @@ from agent_peft.environments.http.transport import (
     within_descriptors,
 )
 from agent_peft.policies.engine.service import Service
+from agent_peft.policies.thinking import check_thinking
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError
 from agent_peft.version import __version__
@@ -163,6 +164,7 @@ class Replies:
         in a stream at each token.
         """
         try:
+            check_thinking(self.service.policies[name].chat, request.max_thinking_tokens)
             openings = await asyncio.to_thread(prompts)
         except AgentPeftError as error:
             raise Refusal(400, "invalid", str(error)) from error
@@ -184,10 +186,8 @@ class Replies:
             changed.set()
 
         def on_change(draw: Draw) -> None:
-            try:
+            with suppress(RuntimeError):  # a reply has ended after the event loop
                 loop.call_soon_threadsafe(wake, draw)
-            except RuntimeError:
-                logger.debug("a reply has ended after the event loop")
 
         pairs = [pair for pair in zip(openings, samplings, strict=True) for _ in members]
         seeds = [seed, *(derive(seed, "choice", choice) for choice in range(1, count))]

@@ -24,6 +24,7 @@ from agent_peft.policies.engine.schedule import DecodeClock, PendingTurn, Schedu
 from agent_peft.policies.forward.trie import common_length, common_prefix
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher, draw, uniform
+from agent_peft.policies.thinking import ThinkingBudget
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Row:
     action: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     matcher: StopMatcher | None = None
+    budget: ThinkingBudget | None = None
     answer: PendingTurn | None = None
     lookup: PromptLookup = field(default_factory=PromptLookup)
 
@@ -246,6 +248,8 @@ class Decoding:
             row.length, row.action, row.logprobs = len(row.tokens), [], []
             stop = [text.encode() for text in self._sampling_of(row).stop]
             row.matcher = StopMatcher(stop, self.policy.chat.token_bytes)
+            if (limit := self._sampling_of(row).max_thinking_tokens) is not None:
+                row.budget = ThinkingBudget(self.policy.chat, limit, row.tokens)
         for row in ready:  # rows that can decode move to the front
             self._swap(row.slot, self.decoding)
             self.decoding += 1
@@ -335,8 +339,11 @@ class Decoding:
         complete = []
         for number, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             for place, drafted in enumerate([*draft, None], number * width):
-                ended = self._take(row, tokens[place], logprobs[place], logits[place])
-                if ended or tokens[place] != drafted:
+                token, logprob = tokens[place], logprobs[place]
+                if row.budget is not None and row.budget.forced is not None:
+                    token, logprob = row.budget.forced, 0.0
+                ended = self._take(row, token, logprob, logits[place])
+                if ended or token != drafted:
                     break
                 row.length += 1
             if ended:
@@ -369,6 +376,8 @@ class Decoding:
         self.sampled += 1
         row.action.append(token)
         row.logprobs.append(logprob)
+        if row.budget is not None:
+            row.budget.push(token)
         assert row.matcher is not None
         stopped = row.matcher.push(token) or token in self.policy.chat.end_of_turn
         return stopped or self._room(row) <= 0

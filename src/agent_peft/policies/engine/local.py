@@ -32,6 +32,7 @@ from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.proofs import SINGLE
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
+from agent_peft.policies.thinking import check_thinking
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError
 
@@ -105,6 +106,7 @@ class LocalEngine:
         if not conversations:
             return EngineStatistics()
         sampling = fit(sampling, self.policy.bound)
+        check_thinking(self.chat, sampling.max_thinking_tokens)
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
         threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
         give_back_memory()  # that training has left behind; below, that sampling has

@@ -33,6 +33,7 @@ from agent_peft.policies.engine.wire import ServerClient, UnknownModelError
 from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.thinking import check_thinking
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, InfrastructureError
 
@@ -131,6 +132,7 @@ class ServerSampler:
         if not conversations:
             return EngineStatistics()
         sampling, limits = fit(sampling, self.policy.bound), [s.max_tokens for s in self.servers]
+        check_thinking(self.chat, sampling.max_thinking_tokens)
         if (limit := min(filter(None, limits), default=sampling.max_tokens + 1)) < sampling.max_tokens:
             raise AgentPeftError(
                 f"the servers read {limit} tokens at most, and sampling.max_tokens is {sampling.max_tokens}; "

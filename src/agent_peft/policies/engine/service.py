@@ -22,7 +22,7 @@ from agent_peft.policies.engine.kv_cache import ROWS
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.policy import Policy
-from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution
+from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig, draw, log_distribution
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 STEP_TOKENS = 256  # of prompts, which are read between two decode steps
@@ -141,10 +141,10 @@ class OpenDecoding(Decoding):
     def _draw(
         self, rows: Sequence[Row], logits: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        alike: dict[tuple[float, float, int], list[int]] = {}
+        alike: dict[tuple[float, ...], list[int]] = {}
         for i, row in enumerate(rows):
             sampling = self._sampling_of(row)
-            alike.setdefault((sampling.temperature, sampling.top_p, sampling.top_k), []).append(i)
+            alike.setdefault(tuple(getattr(sampling, key) for key in DISTRIBUTION), []).append(i)
         tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
         for places in alike.values():
             index: Any = slice(None)  # of all rows, without a copy

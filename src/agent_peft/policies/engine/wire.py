@@ -18,7 +18,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 from agent_peft.addresses import is_loopback, read_token
 from agent_peft.policies.engine.base import ServerEngineConfig
-from agent_peft.policies.sampling import SamplingConfig, StopMatcher
+from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -119,7 +119,7 @@ class ServerClient:
         most, chat = min(sampling.max_new_tokens, sampling.max_tokens - len(tokens)), self.chat
         ends = {"stop": list(sampling.stop), "stop_token_ids": sorted(chat.end_of_turn)}
         body = {**NEUTRAL, **ends, "model": model, "prompt": list(tokens), "max_tokens": most, "logprobs": 0}
-        body |= sampling.model_dump(include={"temperature", "top_p", "top_k"})
+        body |= sampling.model_dump(include={*DISTRIBUTION, "max_thinking_tokens"}, exclude_none=True)
         choice = self._complete(body if seed is None else {**body, "seed": seed})
         with self._reading("token_ids and logprobs"):
             action = tuple(map(int, choice["token_ids"]))

@@ -82,6 +82,11 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 def fit(sampling: SamplingConfig, bound: Bound | None, where: str = "sampling.max_tokens") -> SamplingConfig:
     """Limit the length of episodes to the bound: lower ``max_tokens`` if it is the default."""
+    if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
+        raise AgentPeftError(
+            f"sampling.max_thinking_tokens: {sampling.max_thinking_tokens} has no effect within "
+            f"sampling.max_new_tokens: {sampling.max_new_tokens}; lower it, or raise max_new_tokens"
+        )
     if bound is not None and "max_new_tokens" in sampling.model_fields_set:
         _check_new_tokens(sampling.max_new_tokens, bound.positions)
     if bound is None or sampling.max_tokens <= bound.positions:
