@@ -242,3 +242,32 @@ def test_32_clients_at_once_share_the_rows(serving, policies):
     assert [future.result() for future in asked] == expected
     assert most == 8
     assert not running.host.replies.under_way
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(policies, serving):
+    """As lm-eval asks: a sum over the continuation, and whether each of its tokens is the likeliest."""
+    url, policy = serving().url, policies["trained"]
+    tokens = opening(policy)
+    prompts = [tokens, [*tokens, *own(policy, tokens, temperature=0.0, max_new_tokens=5)[0]]]
+    for most in (0, 1):
+        keys = {"max_tokens": most, "temperature": 0.0, "logprobs": 2, "echo": True, "return_token_ids": True}
+        answer = post(url, "completions", prompt=prompts, **keys).json()
+        for prompt, choice in zip(prompts, answer["choices"], strict=True):
+            found = choice["logprobs"]
+            assert len(found["tokens"]) == len(prompt) + most and len(choice["token_ids"]) == most
+            assert choice["text"].startswith("".join(found["tokens"][: len(prompt)]))
+            assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+            scores = sampler_of(policy).score(prompt, SamplingConfig())
+            assert found["token_logprobs"][1 : len(prompt)] == pytest.approx(scores, abs=1e-4)
+            assert all(len(top) == 2 for top in found["top_logprobs"][1 : len(prompt)])
+        pairs = zip(found["token_logprobs"], found["top_logprobs"], strict=True)
+        greedy = [top is not None and value == max(top.values()) for value, top in pairs]
+        assert all(greedy[len(tokens) :]) and not all(greedy[1 : len(tokens)])
+        assert answer["usage"]["completion_tokens"] == 2 * most
+    refused = post(url, "completions", prompt=tokens, max_tokens=0)
+    assert refused.status_code == 400 and "needs echo: true" in refused.text
+
+
+def test_a_server_closes_a_thought_only_where_there_are_marks(serving):
+    refused = post(serving().url, messages=USER, max_thinking_tokens=4)
+    assert refused.status_code == 400 and "a mark that opens a thought" in refused.text

@@ -29,11 +29,13 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities in nats; ``text_offset`` counts characters from the reply's first one."""
+    """Log-probabilities in nats; ``text_offset`` counts characters from the text's first one. An echoed
+    prompt's first token has none.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -18,7 +18,6 @@ from agent_peft.agents.serving.answers import (
     FinishReason,
     Logprob,
     PromptLogprob,
-    PromptLogprobs,
     Reply,
     Usage,
 )
@@ -37,7 +36,7 @@ class Drawn(NamedTuple):
     """A token, its log-probability in nats, and the likeliest tokens in its place with theirs."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None for the first token of a prompt
     alternatives: Sequence[tuple[int, float]]
 
 
@@ -123,6 +122,7 @@ class ChoiceStream:
             single = request.parallel_tool_calls is False
             self._reader = ReplyReader(chat, prompt.open_thought, prompt.dialect, request.offered, single)
         self._read, self._offset = 0, 0
+        self.echoed: Sequence[Drawn] = ()  # the prompt's tokens, where the answer repeats them
 
     def whole(self) -> Choice:
         """All of a reply that has ended."""
@@ -164,7 +164,8 @@ class ChoiceStream:
         choice = Choice(index=self.index, finish_reason=reason)
         thought, text, calls = new
         if not self._reader:
-            choice.text = text
+            prompt = b"".join(self.chat.token_bytes(one.token) for one in self.echoed)
+            choice.text = prompt.decode("utf-8", "replace") + text
         elif whole:
             content = text if text.strip() or not calls else None
             choice.message = Reply(
@@ -180,7 +181,9 @@ class ChoiceStream:
                 tool_calls=written(calls, indexed=True) or None,
             )
         if self.request.has_logprobs:
-            choice.logprobs = self._chat_logprobs(drawn) if self._reader else self._logprobs(drawn)
+            choice.logprobs = (
+                self._chat_logprobs(drawn) if self._reader else self._logprobs([*self.echoed, *drawn])
+            )
         if self.request.return_token_ids:
             choice.token_ids = [one.token for one in drawn]
             if not self._reader and not self._begun:
@@ -195,7 +198,7 @@ class ChoiceStream:
 
         return ChatLogprobs(
             content=[
-                logprob(one.token, one.logprob, [logprob(*other) for other in one.alternatives])
+                logprob(one.token, one.logprob or 0.0, [logprob(*other) for other in one.alternatives])
                 for one in drawn
             ]
         )
@@ -211,7 +214,8 @@ class ChoiceStream:
             token_logprobs=[one.logprob for one in drawn],
             # of two tokens of one text the likelier
             top_logprobs=[
-                {text(token): value for token, value in reversed(one.alternatives)} for one in drawn
+                None if one.logprob is None else {text(t): value for t, value in reversed(one.alternatives)}
+                for one in drawn
             ],
             text_offset=offsets,
         )
@@ -231,12 +235,29 @@ def written(calls: Sequence[ToolCall], indexed: bool = False) -> list[Call]:
     ]
 
 
-async def score_prompt(service: Service, name: str, draw: Draw) -> PromptLogprobs:
-    """The log-probabilities of a reply's prompt, at temperature 1."""
+async def whole_choices(choices: Sequence[ChoiceStream], service: Service, name: str) -> list[Choice]:
+    """All of replies that have ended, with what a request asks for of their prompts."""
+    answers = []
+    for one in choices:
+        request, prompt = one.request, list[Drawn]()
+        if isinstance(request, CompletionRequest) and request.reads_prompt:
+            prompt = await _score_prompt(service, name, one.draw)
+            one.echoed = prompt if request.echo else ()
+        answers.append(one.whole())
+        if isinstance(request, CompletionRequest) and request.prompt_logprobs is not None:
+            pairs = [(str(place.token), place.logprob) for place in prompt]
+            answers[-1].prompt_logprobs = [
+                None if value is None else {token: PromptLogprob(logprob=value)} for token, value in pairs
+            ]
+    return answers
+
+
+async def _score_prompt(service: Service, name: str, draw: Draw) -> list[Drawn]:
+    """The tokens of a reply's prompt with their log-probabilities, at temperature 1."""
     tokens = draw.tokens_before
-    scores = await asyncio.wrap_future(service.score(name, tokens))
-    pairs = zip(tokens[1:], scores, strict=True)
-    return [None, *({str(token): PromptLogprob(logprob=score)} for token, score in pairs)]
+    scores = await asyncio.wrap_future(service.score(name, tokens, draw.alternatives))
+    rest = (Drawn(token, *scored) for token, scored in zip(tokens[1:], scores, strict=True))
+    return [Drawn(tokens[0], None, ()), *rest]
 
 
 def usage_of(draws: Sequence[Draw], siblings: int | None) -> Usage:

@@ -222,12 +222,17 @@ class CompletionRequest(_Request):
         | Annotated[tuple[Text, ...], First, Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[tuple[Tokens, ...], First, Field(min_length=1, max_length=MAX_CHOICES)]
     ) = Field(description="a text, tokens, or a list of these")
-    max_tokens: Count | None = Field(default=None, description="null is 16")
+    max_tokens: StrictInt | None = Field(
+        default=None, ge=0, lt=2**31, description="null is 16; 0 with echo draws nothing"
+    )
     logprobs: Alternatives | None = None
     prompt_logprobs: Literal[0] | None = Field(
         default=None, description="0: also the log-probabilities of the prompt's tokens, at temperature 1"
     )
-    echo: Literal[False] | None = None
+    echo: StrictBool | None = Field(
+        default=None,
+        description="the answer begins with the prompt, whose log-probabilities are at temperature 1",
+    )
     suffix: None = None
     best_of: StrictInt | None = Field(default=None, ge=1, description="1, or as many as n: the best of all")
 
@@ -235,8 +240,11 @@ class CompletionRequest(_Request):
     def _keeps_all(self) -> CompletionRequest:
         if self.best_of not in (None, 1, self.n or 1):
             raise ValueError("best_of is 1 or equal to n: replies are not ranked")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs needs stream: false")
+        if self.stream and self.reads_prompt:
+            key = "echo" if self.echo else "prompt_logprobs"
+            raise ValueError(f"{key} needs stream: false")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo: true")
         return self
 
     @property
@@ -244,11 +252,16 @@ class CompletionRequest(_Request):
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return (self.prompt,) if one else self.prompt  # type: ignore[return-value]
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the answer has log-probabilities of the prompt, or its text."""
+        return bool(self.echo) or self.prompt_logprobs is not None
+
     offered: ClassVar[tuple[Tool, ...]] = ()
 
     @property
     def most_new(self) -> int:
-        return self.max_tokens or COMPLETION_TOKENS
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def has_logprobs(self) -> bool:

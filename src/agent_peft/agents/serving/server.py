@@ -19,7 +19,7 @@ from agent_peft.addresses import is_loopback
 from agent_peft.agents.serving.adapters import Adapters
 from agent_peft.agents.serving.answers import CompletionBody, ErrorBody, Model, Models, problem_of
 from agent_peft.agents.serving.anthropic_messages import MessagesRequest, MessagesWriter
-from agent_peft.agents.serving.choices import ChoiceStream, Draw, score_prompt, usage_of
+from agent_peft.agents.serving.choices import ChoiceStream, Draw, usage_of, whole_choices
 from agent_peft.agents.serving.conversation import text_prompt
 from agent_peft.agents.serving.openai_responses import ResponsesRequest, ResponsesWriter
 from agent_peft.agents.serving.other_apis import Writer
@@ -123,10 +123,7 @@ class Replies:
             prompt["prompt_token_ids"] = list(draws[0].tokens_before)
         if not request.stream:
             await _finish(draws, changed, http)
-            usage, whole = usage_of(draws, request.n), [one.whole() for one in choices]
-            if isinstance(request, CompletionRequest) and request.prompt_logprobs is not None:
-                for draw, choice in zip(draws, whole, strict=True):
-                    choice.prompt_logprobs = await score_prompt(self.service, name, draw)
+            usage, whole = usage_of(draws, request.n), await whole_choices(choices, self.service, name)
             return JSON(writer.whole(CompletionBody(**head, choices=whole, usage=usage, **prompt)))
 
         async def events() -> AsyncIterator[bytes]:
@@ -195,8 +192,10 @@ class Replies:
             Draw(opening.tokens, each, sampling, on_change, request.alternatives, request.stream)
             for (opening, sampling), each in zip(pairs, seeds, strict=True)
         ]
-        self.under_way.update(draws)
         for draw in draws:
+            draw.ended = request.most_new == 0
+        for draw in (draw for draw in draws if not draw.ended):
+            self.under_way.add(draw)
             self.service.submit(name, draw)
         return draws, [opening for opening, _ in pairs], changed
 

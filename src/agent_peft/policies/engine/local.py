@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -165,9 +165,17 @@ class LocalEngine:
         with sampling_weights(self.policy, way, adapter):
             return self.read_scores(tokens, sampling)
 
-    def read_scores(self, tokens: Sequence[int], sampling: SamplingConfig) -> list[float]:
+    def read_scores(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingConfig,
+        see: Callable[[torch.Tensor], None] = lambda logprobs: None,
+    ) -> list[float]:
         """As ``score``, with weights that are prepared for sampling: read as the sampler reads, what all
         share, a prompt, then a turn, its last tokens singly.
+
+        Args:
+            see: gets the log-probabilities (n, V) of the next n tokens, until all are scored.
         """
         policy, half, last = self.policy, max(1, len(tokens) // 2), len(tokens) - 1
         begin, single = half // 2, max(half, last - SINGLE)
@@ -189,6 +197,7 @@ class LocalEngine:
             hidden = cache.read(policy, tier, [0], piece, positions)
             targets = torch.tensor(tokens[start + 1 : stop + 1], device=policy.device)
             logp = log_distribution(policy.logits(hidden[0, : len(targets)]), sampling, keep=targets)
+            see(logp)
             scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 

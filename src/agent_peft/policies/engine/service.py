@@ -171,6 +171,8 @@ def _likeliest(logits: torch.Tensor, sampling: SamplingConfig, count: int) -> Se
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Scored = tuple[float, Sequence[tuple[int, float]]]  # a log-probability, and the likeliest tokens with theirs
+WHOLE = SamplingConfig()
 
 STOPPING = "the server is stopping"
 IDLE = 1.0  # seconds without a request, after which the keys and values are given back
@@ -235,9 +237,21 @@ class Service:
                 return
         request.fail(InfrastructureError(STOPPING))
 
-    def score(self, name: str, tokens: Sequence[int]) -> Future[list[float]]:
-        """Log-probabilities (T - 1) in nats of tokens[1:], with the weights that the policy samples with."""
-        job = _Job(lambda: self._ready(name).read_scores(tokens, SamplingConfig()))
+    def score(self, name: str, tokens: Sequence[int], alternatives: int = 0) -> Future[list[Scored]]:
+        """Log-probabilities in nats of tokens[1:] at temperature 1, with the weights that the policy samples
+        with, and the likeliest tokens in their places.
+        """
+
+        def work() -> list[Scored]:
+            others: list[Sequence[tuple[int, float]]] = []
+            scores = self._ready(name).read_scores(
+                tokens,
+                WHOLE,
+                lambda logprobs: others.extend(_likeliest(one, WHOLE, alternatives) for one in logprobs),
+            )
+            return list(zip(scores, others, strict=True))
+
+        job = _Job(work)
         self.submit(name, job)
         return job
 
