@@ -1,7 +1,10 @@
 # ruff: noqa: E501 (chat templates)
 from __future__ import annotations
 
-import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agent_peft.policies.models.chat_template import probe_template, with_keys
 from agent_peft.policies.models.tokenizer import character_tokenizer
+from agent_peft.policies.native import NativeFormat, as_template
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.types import AgentPeftError, Message
+from agent_peft.types import AgentPeftError, Message, ToolCall
 
 # with a key, thoughts that a later user message drops, and a tool loop
 THINKING = """{%- for m in messages %}
@@ -121,20 +125,27 @@ def test_the_defaults_leave_the_rest_of_the_template_as_it_is(first):
     assert keyed.apply_chat_template(turn, tokenize=False) == plain.apply_chat_template(turn, tokenize=False)
 
 
-def trl_templates() -> list[Path]:
-    """The originals in TRL's wheel, without its patches for training."""
-    found = importlib.util.find_spec("trl")
-    paths = Path(found.origin).parent.glob("chat_templates/*.jinja") if found and found.origin else ()
-    return sorted(path for path in paths if not path.stem.endswith("_training"))
+TRL = "trl==1.16.0"
+
+
+@pytest.fixture(scope="module")
+def trl_templates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """All in TRL's wheel, its patches for training included."""
+    folder = tmp_path_factory.mktemp("trl")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), TRL]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        pytest.skip(f"{TRL} cannot be downloaded: {done.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder)
+    return sorted(folder.glob("trl/chat_templates/*.jinja"))
 
 
 @pytest.mark.slow
-def test_the_templates_of_trl():
+def test_the_templates_of_trl(trl_templates):
     """Keys in the template's text render as keys that are passed."""
-    if not (paths := trl_templates()):
-        pytest.skip("trl is not installed; its wheel holds the templates")
     compared = 0
-    for path in paths:
+    for path in (path for path in trl_templates if not path.stem.endswith("_training")):
         made = tokenizer(path.read_text())
         for key in probe_template(made).keys:
             for value in (False, "low"):
@@ -148,3 +159,68 @@ def test_the_templates_of_trl():
                 assert made.apply_chat_template(turn, tokenize=False) == passed, (path.name, key, value)
                 compared += 1
     assert compared >= 20
+
+
+MARKS = re.compile(
+    r"<\|[a-z_]+\|>|<\|END_OF_TURN_TOKEN\|>|<end_of_turn>|<｜[^｜]+｜>|<turn\|>|</s>|<EOS>|<eos>|\[e~\["
+)
+ENDS = re.compile(r"end|eot|eos|EOS|return|/s|turn\|")
+TALK = [
+    Message("system", "Be brief."),
+    Message("user", "How many?"),
+    Message("assistant", "Two."),
+    Message("user", "And now?"),
+    Message("assistant", "Three."),
+]
+CALLS = [
+    *TALK[:2],
+    Message("assistant", "", (ToolCall("ls", {"path": "/a", "n": 2}, "call00001"),)),
+    Message("tool", "two"),
+    Message("assistant", "Two."),
+]
+PROPERTIES = {"path": {"type": "string", "description": "x"}, "n": {"type": "integer", "description": "x"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["path"]}
+TOOLS = [{"type": "function", "function": {"name": "ls", "description": "List.", "parameters": PARAMETERS}}]
+
+
+def chat_with(template: str) -> ChatTokenizer:
+    """A tokenizer of characters, and of the template's marks."""
+    made = character_tokenizer("".join(sorted({*map(chr, range(32, 127)), *template, "\n"})))
+    marks = sorted(set(MARKS.findall(template)))
+    made.add_tokens(marks, special_tokens=True)
+    made.bos_token, made.eos_token = "^", next(filter(ENDS.search, marks), "$")
+    made.chat_template = template
+    return ChatTokenizer(made)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:message by message")
+@pytest.mark.parametrize(
+    ("messages", "tools", "equal", "refused"),
+    [(TALK, [], 39, 33), (CALLS, TOOLS, 25, 47)],
+    ids=["talk", "calls"],
+)
+def test_demonstrations_are_the_own_text_of_trls_templates_or_refused(
+    trl_templates, messages, tools, equal, refused
+):
+    """What chat SFT reads and trains, message by message. No template gives another text in silence."""
+    refusals: dict[str, str] = {}
+    for path in trl_templates:
+        try:
+            chat, tokens = chat_with(path.read_text()), list[int]()
+            written = NativeFormat(chat, tools, acts=False)
+            for place, reply in enumerate(messages):
+                if reply.role != "assistant":
+                    continue
+                tokens = tokens or written.opening(messages[:place])
+                tokens += (action := written.action_tokens(messages[:place], reply))
+                if new := messages[place + 1 : place + 2]:
+                    tokens += written.following(messages[: place + 1], new, action, exact=True)
+        except AgentPeftError as error:
+            refusals[path.stem] = str(error)
+            continue
+        own = chat.render(as_template(messages), False, tools=tools or None)
+        text = chat.tokenizer.decode(tokens)
+        assert own.startswith(text) and not own.removeprefix(text).strip(), path.stem
+    assert (len(trl_templates) - len(refusals), len(refusals)) == (equal, refused), refusals
+    assert not any("\n" in line for line in refusals.values())
