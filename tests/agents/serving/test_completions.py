@@ -12,10 +12,12 @@ import pytest
 from agent_peft.agents.serving.conversation import text_prompt
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.thinking import forced_places
 from agent_peft.seeding import derive
 from agent_peft.types import Message
 
 from .conftest import CLIENT, USER, post
+from .templates import HERMES, QWEN, policy_of, script, tokens_of
 
 openai = pytest.importorskip("openai")
 
@@ -271,3 +273,17 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(policies, serving):
 def test_a_server_closes_a_thought_only_where_there_are_marks(serving):
     refused = post(serving().url, messages=USER, max_thinking_tokens=4)
     assert refused.status_code == 400 and "a mark that opens a thought" in refused.text
+
+
+def test_a_thought_that_is_too_long_is_closed(serving, tmp_path):
+    policy = policy_of(tmp_path, QWEN.replace("CALL", HERMES))
+    url, prompt = serving(thinker=policy).url, opening(policy)
+    script(policy, len(prompt), tokens_of(policy, "<think>abcdefgh"))
+    keys = {"max_thinking_tokens": 3, "temperature": 0.0, "return_token_ids": True}
+    answer = post(url, messages=USER, logprobs=True, **keys).json()["choices"][0]
+    assert answer["message"]["reasoning_content"] == "abc" and answer["message"]["content"] == "efgh"
+    places = forced_places(policy.chat, 3, prompt, answer["token_ids"])
+    assert [answer["logprobs"]["content"][place]["logprob"] for place in places] == [0.0]
+    # as engine.kind: server asks
+    other = post(url, "completions", prompt=prompt, max_tokens=30, **keys).json()["choices"][0]
+    assert other["token_ids"] == answer["token_ids"]
