@@ -184,3 +184,13 @@ def test_uniforms_are_even_and_named_by_seed_and_position():
 def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValidationError):
         SamplingConfig(**wrong)
+
+
+def test_min_p_keeps_tokens_by_their_share_of_the_likeliest_one():
+    """0.5, 0.3, 0.15, 0.05: at 0.29 the bound is 0.145; top-p then adds up what is left, as in vLLM."""
+    logits = torch.tensor([0.3, 0.05, 0.5, 0.15]).log()
+    kept = log_distribution(logits, SamplingConfig(min_p=0.29)).exp()
+    assert kept.tolist() == pytest.approx([0.3 / 0.95, 0.0, 0.5 / 0.95, 0.15 / 0.95])
+    kept = log_distribution(logits, SamplingConfig(min_p=0.31, top_p=0.6)).exp()
+    assert kept.tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0])
+    assert SamplingConfig(min_p=0.29).truncates
