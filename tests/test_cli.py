@@ -149,7 +149,7 @@ def test_a_mistake_in_an_override_is_one_line(config, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [("TrustError", 1), ("InfrastructureError", 1), ("AgentPeftError", 2)]
+    ("error", "code"), [("TrustError", 3), ("InfrastructureError", 1), ("AgentPeftError", 2)]
 )
 def test_what_failed_decides_the_exit_code(error, code, config, capsys, tmp_path, monkeypatch):
     name = f"failing_{error.lower()}"

@@ -64,7 +64,8 @@ def test_servers_of_ones_own_and_ranks(train: Path) -> None:
     assert servers[0].command == ("/opt/vllm/bin/vllm", "serve", "M", "--host", "127.0.0.1", "--port", "9000")
     servers, learner = parts_of(cluster_of(train, learner={"ranks": 2, "threads": 1}), run)
     assert not servers and learner.variables == {"OMP_NUM_THREADS": "1"}
-    assert learner.command[1:6] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    start = ("-m", "agent_peft.launch.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "agent_peft")
+    assert learner.command[1:9] == (*start, "train")
 
 
 @pytest.mark.parametrize(

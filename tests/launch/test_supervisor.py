@@ -95,9 +95,46 @@ if starts < 2:
     assert sum(line.startswith("learner: ended with signal 9") for line in lines) == 2
 
 
-def test_bad_input_is_not_tried_again(supervise) -> None:
-    supervisor, lines = supervise(learner=learner("sys.exit(2)"))
-    assert supervisor.run() == 2 and len(lines) == 1
+@pytest.mark.parametrize(("error", "code"), [("AgentPeftError", 2), ("TrustError", 3)])
+def test_what_a_restart_does_not_mend_is_not_tried_again(supervise, error: str, code: int) -> None:
+    """The trainer is our command line, with the error planted."""
+    planted = f"""
+import sys
+from agent_peft import cli, types
+@cli.app.command()
+def planted():
+    raise types.{error}("planted")
+sys.exit(cli.run(["planted"]))
+"""
+    supervisor, lines = supervise(learner=Part("learner", (sys.executable, "-c", planted)))
+    assert supervisor.run() == code and len(lines) == 1
+
+
+def test_bad_input_of_a_server_ends_the_launch_at_its_first_start(supervise, port: int) -> None:
+    refuses = "import sys; print('no such model'); sys.exit(2)"
+    server = program("sampler-0", refuses, health=f"http://127.0.0.1:{port}/health")
+    supervisor, _ = supervise(server, learner=learner(""))
+    with pytest.raises(InfrastructureError, match=r"sampler-0: ended with exit code 2; .*: no such model$"):
+        supervisor.run()
+
+
+@pytest.mark.parametrize(("codes", "ends"), [((-15, 3), 3), ((1, 2), 2), ((1, -9), 1)])
+def test_ranks_end_with_the_code_of_the_one_that_failed(
+    codes: tuple[int, int], ends: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    from agent_peft.launch import torchrun
+
+    file = str(tmp_path / "none")
+    failures = {rank: errors.ProcessFailure(rank, 1, code, file) for rank, code in enumerate(codes)}
+
+    def fail() -> None:
+        raise errors.ChildFailedError("train", failures)
+
+    monkeypatch.setattr(torchrun, "main", fail)
+    with pytest.raises(SystemExit) as end:
+        torchrun.run()
+    assert end.value.code == ends
 
 
 def test_a_part_that_always_fails_ends_the_launch_with_its_last_line(supervise, port: int) -> None:

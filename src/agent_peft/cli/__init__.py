@@ -1,5 +1,5 @@
-"""The command line. Exit codes: 0 worked, 1 failed, 2 bad input, 130 interrupted. An error is one line on
-stderr.
+"""The command line. Exit codes: 0 worked, 1 failed, 2 bad input, 3 a failed check (``TrustError``), 130
+interrupted. An error is one line on stderr.
 
 Each command imports what it needs inside its function, so that ``agent-peft --help`` does not load torch.
 """
@@ -53,8 +53,10 @@ def run(arguments: Sequence[str]) -> int:
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else app.info.name
         return _fail(f"{error.format_message()}{_key_of(error)} ({command} --help tells more)", 2)
-    except (TrustError, InfrastructureError) as error:
+    except InfrastructureError as error:
         return _fail(str(error), 1)
+    except TrustError as error:
+        return _fail(str(error), 3)
     except AgentPeftError as error:
         return _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):  # some versions of typer raise, others return 130

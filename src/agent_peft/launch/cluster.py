@@ -176,7 +176,7 @@ def parts_of(
             added[key] = f"{{kind: remote, {keys}}}"
     learner, set_by_user = cluster.learner, {text.partition("=")[0] for text in given}
     overrides = [*given, *(f"{key}={value}" for key, value in added.items() if key not in set_by_user)]
-    start: tuple[str, ...] = ours if learner.ranks == 1 else (python, "-m", "torch.distributed.run")
+    start: tuple[str, ...] = ours if learner.ranks == 1 else (python, "-m", "agent_peft.launch.torchrun")
     if learner.ranks > 1:
         start += ("--standalone", "--nproc-per-node", str(learner.ranks), "-m", "agent_peft")
     return servers, Part("learner", (*start, "train", cluster.train, *overrides), learner.threads)

@@ -23,7 +23,7 @@ GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 LONGEST_WAIT = 60.0  # seconds before a part that keeps failing is started again
 ANSWER = 5.0  # seconds for an answer
 LAST_BYTES = 4096  # of a log, whose last line is shown
-REFUSED = 2  # exit code of agent-peft for bad input, which another start does not mend
+FINAL = (2, 3)  # exit codes of agent-peft for bad input and failed checks: another start does not mend them
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Report = Callable[[str], None]
@@ -154,7 +154,7 @@ class Supervisor:
                     if not silent:
                         self._start(self.learner)
                 elif (code := self.learner.process.poll()) is not None:
-                    if code in (0, REFUSED):
+                    if code in (0, *FINAL):
                         return code
                     self._again(self.learner, code)
             return 130
@@ -192,6 +192,8 @@ class Supervisor:
         if not keeper.due:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             line = f"{keeper.part.name}: ended with {how}; {keeper.last_line}"
+            if keeper.starts == 1 and code in FINAL:  # a later one may be a port that is not free yet
+                raise InfrastructureError(line)
             if keeper.starts > self.restarts:
                 raise InfrastructureError(f"{line}; it was started {keeper.starts} times (restarts)")
             pause = min(LONGEST_WAIT, 2.0 ** (keeper.starts - 1) / 2)
