@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agent_peft.configuration.load import read_config
 from agent_peft.launch.cluster import TOKEN, ClusterConfig, parts_of, read_cluster, token_of
+from agent_peft.launch.manifests import kubernetes_manifest, skypilot_task
 from agent_peft.launch.slurm import batch_script
 from agent_peft.types import AgentPeftError
 
@@ -35,6 +40,17 @@ def train(tmp_path: Path) -> Path:
 def cluster_of(train: Path, **keys: object) -> ClusterConfig:
     keys = {"overrides": ["seed=3"], "folder": train.parent / "parts", **keys}
     return ClusterConfig.model_validate({"train": str(train), **keys})
+
+
+def with_programs(folder: Path, **bodies: str) -> dict[str, str]:
+    """The environment with shell programs of these bodies, which write to ``$ASKED``."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, body in bodies.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "ASKED": str(folder / "asked")}
 
 
 def test_the_commands_of_the_parts(train: Path) -> None:
@@ -102,19 +118,14 @@ def test_the_token_is_made_once_and_read_by_its_owner_alone(train: Path) -> None
 
 def test_slurm_starts_each_part_on_its_node(train: Path, tmp_path: Path) -> None:
     """The script itself runs, with programs in place of Slurm's that write down what they are asked."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
     stubs = {"scontrol": "printf '%s\\n' n0 n1 n2 n3 n4", "srun": 'echo "$*" >> "$ASKED"'}
-    for name, body in stubs.items():
-        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
-        (programs / name).chmod(0o755)
+    environment = with_programs(tmp_path, **stubs)
     options = {"options": ["--partition=gpu", "--time=01:00:00"], "setup": ["export READY=1"]}
     cluster = cluster_of(train, **BOTH, slurm=options)
     servers, _ = parts_of(cluster, read_config(train)[0])
     script = batch_script(cluster, tmp_path / "my cluster.yaml", servers)
     assert "#SBATCH --partition=gpu\n#SBATCH --time=01:00:00\n" in script and "#SBATCH --nodes=5\n" in script
-    path = {"PATH": f"{programs}:{os.environ['PATH']}", "ASKED": str(tmp_path / "asked")}
-    environment = {**os.environ, **path, "SLURM_JOB_NODELIST": "n[0-4]"}
+    environment["SLURM_JOB_NODELIST"] = "n[0-4]"
     subprocess.run(["bash", "-c", f"{script}\nwait"], env=environment, check=True, timeout=60)
     asked = (tmp_path / "asked").read_text().splitlines()
     steps = {line.rpartition("--part ")[2]: line for line in asked}
@@ -123,3 +134,94 @@ def test_slurm_starts_each_part_on_its_node(train: Path, tmp_path: Path) -> None
     for node, name in enumerate(nodes):
         assert f"--nodelist=n{node} agent-peft launch {tmp_path}/my cluster.yaml" in steps[name]
         assert "--hosts n1,n2,n3,n4" in steps[name]
+
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1123, and no digit first, for a Service
+
+
+def test_kubernetes_runs_each_part_in_its_pod(train: Path, tmp_path: Path) -> None:
+    """The manifest is what Kubernetes asks for, and each pod's command starts the part of its index."""
+    settings = {"image": "me/agent-peft:1", "claim": "shared", "resources": {"nvidia.com/gpu": 1}}
+    settings |= {"setup": ["export READY=1"]}
+    cluster = cluster_of(train, **BOTH, kubernetes=settings, folder="runs/parts")
+    servers, _ = parts_of(cluster, read_config(train)[0])
+    service, job = yaml.safe_load_all(kubernetes_manifest(cluster, Path("my cluster.yaml"), servers))
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    spec, template = job["spec"], job["spec"]["template"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 5
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [1, 2, 3]
+    pod, name = template["spec"], service["metadata"]["name"]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy asks for it"
+    assert NAME.fullmatch(name) and pod["subdomain"] == name == job["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["image"] == "me/agent-peft:1" and container["workingDir"] == "/shared"
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert [one["name"] for one in container["volumeMounts"]] == [one["name"] for one in pod["volumes"]]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
+    environment = with_programs(tmp_path, **{"agent-peft": 'printf "%s\\n" "$READY" "$@" > "$ASKED"'})
+    hosts = ",".join(f"{name}-{place}.{name}" for place in range(1, 5))
+    for place, part in enumerate(("learner", "sampler-0", "sampler-1", "environment-0", "environment-1")):
+        environment["JOB_COMPLETION_INDEX"] = str(place)
+        subprocess.run(container["command"], env=environment, check=True, timeout=60)
+        asked = (tmp_path / "asked").read_text().splitlines()
+        assert asked == ["1", "launch", "my cluster.yaml", "--hosts", hosts, "--part", part]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "lacks kubernetes"),
+        (
+            {"kubernetes": {"image": "i", "claim": "c"}, "folder": "/elsewhere"},
+            "/elsewhere is not on the volume",
+        ),
+    ],
+)
+def test_what_kubernetes_lacks(train: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(AgentPeftError, match=message):
+        kubernetes_manifest(cluster_of(train, **keys), Path("cluster.yaml"), [])
+
+
+def test_skypilot_runs_each_part_on_its_node_and_ends_the_servers(train: Path, tmp_path: Path) -> None:
+    cluster = cluster_of(
+        train, samplers={"number": 2}, skypilot={"task": {"resources": {"accelerators": "L4:1"}}}
+    )
+    cluster.folder.mkdir()
+    servers, _ = parts_of(cluster, read_config(train)[0])
+    task = yaml.safe_load(skypilot_task(cluster, Path("cluster.yaml"), servers))
+    assert (task["num_nodes"], task["workdir"], task["resources"]) == (3, ".", {"accelerators": "L4:1"})
+    body = """
+echo "$*" >> "$ASKED"
+case "$*" in *learner) until [ "$(wc -l < "$ASKED")" -ge 3 ]; do sleep 0.05; done; exit $CODE;; esac
+trap 'exit 130' TERM
+while true; do sleep 0.05; done"""
+    environment = with_programs(tmp_path, **{"agent-peft": body, "sleep": 'exec /bin/sleep "${1/#2/0.1}"'})
+    environment |= {"SKYPILOT_NODE_IPS": "n0\nn1\nn2", "SKYPILOT_TASK_ID": "7", "CODE": "0"}
+    command = ["bash", "-c", task["run"]]
+    nodes = [
+        subprocess.Popen(command, env={**environment, "SKYPILOT_NODE_RANK": str(rank)}) for rank in range(3)
+    ]
+    assert [node.wait(60) for node in nodes] == [0, 0, 0]
+    asked = sorted((tmp_path / "asked").read_text().splitlines())
+    parts = ("learner", "sampler-0", "sampler-1")
+    assert asked == [f"launch cluster.yaml --hosts n1,n2 --part {part}" for part in parts]
+    # a trainer that fails ends the others, too; one whose node is taken away starts again, and does not
+    trainer, ended = {**environment, "SKYPILOT_NODE_RANK": "0", "CODE": "3"}, cluster.folder / "ended-7"
+    ended.unlink()
+    assert subprocess.run(command, env=trainer, timeout=60).returncode == 3 and ended.exists()
+    ended.unlink()
+    waiting = subprocess.Popen(command, env={**trainer, "ASKED": "/dev/null"}, start_new_session=True)
+    time.sleep(0.5)
+    os.killpg(waiting.pid, signal.SIGTERM)
+    assert waiting.wait(60) == 143 and not ended.exists()
+
+
+def test_skypilot_needs_a_shared_folder(train: Path) -> None:
+    with pytest.raises(AgentPeftError, match="folder as an absolute path"):
+        skypilot_task(cluster_of(train, folder="parts"), Path("cluster.yaml"), [])
+    with pytest.raises(AgentPeftError, match=r"skypilot.task: run is set by launch"):
+        skypilot_task(cluster_of(train, skypilot={"task": {"run": "x"}}), Path("cluster.yaml"), [])

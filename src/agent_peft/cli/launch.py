@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from enum import StrEnum
@@ -19,12 +20,14 @@ class Place(StrEnum):
 
     LOCAL = "local"
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    SKYPILOT = "skypilot"
 
 
 def launch(
     cluster: Annotated[Path, typer.Argument(help="YAML file with the parts", metavar="CLUSTER")],
     on: Annotated[
-        Place, typer.Option("--on", help="local runs them here; slurm writes a batch script")
+        Place, typer.Option("--on", help="local runs them here; the others write a file")
     ] = Place.LOCAL,
     hosts: Annotated[
         str | None,
@@ -33,27 +36,37 @@ def launch(
     part: Annotated[
         str | None, typer.Option(help="run this one here, such as sampler-0 or learner; default: all")
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="hand the batch script to sbatch")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="hand the file to sbatch, kubectl or sky")] = False,
 ) -> None:
     """Start a training run with its servers of policies and environments, and keep them running: a part that
     ends is started again, and the trainer resumes.
     """
     from agent_peft.launch.cluster import LOOPBACK, TOKEN, parts_of, read_cluster, token_of
+    from agent_peft.launch.manifests import kubernetes_manifest, skypilot_task
     from agent_peft.launch.slurm import batch_script
     from agent_peft.launch.supervisor import Supervisor
 
     config, run = read_cluster(cluster)
     servers, learner = parts_of(config, run, tuple(hosts.split(",")) if hosts else (LOOPBACK,))
-    if submit and on is not Place.SLURM:
-        raise AgentPeftError("--submit has no effect without --on slurm; leave it out")
-    secrets = {TOKEN: token_of(config)}
-    if on is Place.SLURM:
-        script = config.folder.expanduser() / "launch.sbatch"
-        script.write_text(batch_script(config, cluster, servers))
-        if submit:
-            raise typer.Exit(subprocess.run(["sbatch", str(script)]).returncode)
-        print(f"wrote {script}; submit it with: sbatch {script}")
-        return
+    written = {
+        Place.SLURM: (batch_script, ".sbatch", "sbatch"),
+        Place.KUBERNETES: (kubernetes_manifest, ".kubernetes.yaml", "kubectl create -f"),
+        Place.SKYPILOT: (skypilot_task, ".skypilot.yaml", "sky launch"),
+    }
+    if on in written:
+        content_of, suffix, program = written[on]
+        file = cluster.with_suffix(suffix)
+        file.write_text(content_of(config, cluster, servers))
+        if not submit:
+            print(f"wrote {file}; submit it with: {program} {file}")
+            return
+        if shutil.which(program.split()[0]) is None:
+            raise AgentPeftError(
+                f"--submit: there is no {program.split()[0]} here; take {file} to where it is"
+            )
+        raise typer.Exit(subprocess.run([*program.split(), str(file)]).returncode)
+    if submit:
+        raise AgentPeftError("--submit has no effect without --on; leave it out")
     here = {one.name: one for one in (*servers, learner)}
     if part is not None and part not in here:
         raise AgentPeftError(f"--part {part}: there is no such part; there are {', '.join(here)}")
@@ -61,7 +74,7 @@ def launch(
         servers if part is None else [one for one in servers if one.name == part],
         learner if part in (None, learner.name) else None,
         config.folder.expanduser() / "logs",
-        secrets,
+        {TOKEN: token_of(config)},
         elsewhere=servers if part == learner.name else (),
         ready=config.ready,
         restarts=config.restarts,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -74,6 +78,33 @@ class SlurmConfig(Config):
     )
 
 
+class KubernetesConfig(Config):
+    """What the manifest of Kubernetes needs in addition to the commands."""
+
+    name: str = Field(
+        default="agent-peft",
+        pattern=r"^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$",
+        description="name of the Job and its Service: small letters, digits and hyphens",
+    )
+    image: str = Field(description="container image with agent-peft and bash")
+    claim: str = Field(description="PersistentVolumeClaim of the volume that all pods share (ReadWriteMany)")
+    mount: Path = Field(
+        default=Path("/shared"), description="where pods have that volume, and their working directory"
+    )
+    resources: dict[str, str | int] = Field(
+        default={}, description="limits of each pod, such as {nvidia.com/gpu: 1, memory: 32Gi}"
+    )
+    setup: tuple[str, ...] = Field(default=(), description="lines of the shell before all else")
+
+
+class SkypilotConfig(Config):
+    """What the task of SkyPilot needs in addition to the commands."""
+
+    task: dict[str, Any] = Field(
+        default={}, description="keys of the task, such as resources, volumes, file_mounts and setup"
+    )
+
+
 class ClusterConfig(Config):
     """A training run and the servers around it."""
 
@@ -97,6 +128,8 @@ class ClusterConfig(Config):
     )
     restarts: int = Field(default=10, ge=0, description="how often a part that failed is started again")
     slurm: SlurmConfig = Field(default=SlurmConfig(), description="for --on slurm")
+    kubernetes: KubernetesConfig | None = Field(default=None, description="for --on kubernetes")
+    skypilot: SkypilotConfig = Field(default=SkypilotConfig(), description="for --on skypilot")
 
     @model_validator(mode="after")
     def _one_sampler(self) -> ClusterConfig:
@@ -213,15 +246,17 @@ def _serve_policy(cluster: ClusterConfig, run: TrainConfig) -> list[str]:
 
 
 def token_of(cluster: ClusterConfig) -> str:
-    """The secret that the parts share. It is made once, in a file that only its owner reads."""
+    """The secret that the parts share. The first of them makes it, in a file that only its owner reads."""
     folder = cluster.folder.expanduser()
     path = folder / "token"
     try:
         _adapters(cluster).mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600, exist_ok=True)
-        path.chmod(0o600)
-        if not path.read_text():
-            path.write_text(secrets.token_hex(16))
+        if not path.exists():
+            with tempfile.NamedTemporaryFile("w", dir=folder) as file:  # of mode 600
+                file.write(secrets.token_hex(16))
+                file.flush()
+                with suppress(FileExistsError):  # another part was first
+                    os.link(file.name, path)
         return path.read_text()
     except OSError as error:
         raise AgentPeftError(

@@ -13,7 +13,7 @@ SCRIPT = """\
 #SBATCH --job-name=agent-peft
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
-#SBATCH --output={folder}/slurm-%j.out
+#SBATCH --output=slurm-%j.out
 {options}set -euo pipefail
 {setup}mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # the trainer has the first node, and each server one of the others
@@ -34,7 +34,6 @@ def batch_script(cluster: ClusterConfig, path: Path, servers: Sequence[Part]) ->
     """The script for the cluster file at ``path``: a node for the trainer, and one for each server."""
     return SCRIPT.format(
         nodes=1 + len(servers),
-        folder=cluster.folder.expanduser().absolute(),
         options="".join(f"#SBATCH {line}\n" for line in cluster.slurm.options),
         setup="".join(f"{line}\n" for line in cluster.slurm.setup),
         first=min(1, len(servers)),
