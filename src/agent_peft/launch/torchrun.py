@@ -10,7 +10,7 @@ from agent_peft.launch.supervisor import FINAL
 
 def run() -> None:
     """Run ``sys.argv`` as torchrun does. The code of bad input or of a failed check wins: the other processes
-    then fail because that one has ended.
+    then fail because it has ended.
     """
     try:
         main()
