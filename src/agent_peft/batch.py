@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.types import Group, Trajectory
@@ -50,6 +51,8 @@ class Batch:
     # (B,) bool: it has something to learn from, where the advantages do not decide that: with a KL in the
     # reward (whether it would have one without the KL), and with a teacher
     signal: Tensor | None = None
+    # (B, T) bool: where a trajectory's later rows begin (`Trajectory.rows`); None where each has one
+    row_starts: Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -64,6 +67,36 @@ class Batch:
     def actions(self) -> Tensor:
         """(B, T) bool: the action mask, with what was forced inside of an action: each run is a turn."""
         return self.action_mask if self.forced is None else self.action_mask | self.forced
+
+    @cached_property
+    def rows(self) -> Batch:
+        """The batch with each row of a trajectory as a trajectory, which is what a model reads (R, L)."""
+        if self.row_starts is None:
+            return self
+        starts, device = self.row_starts.nonzero().tolist(), self.tokens.device
+        cuts = [[0, *(at for b, at in starts if b == row), n] for row, n in enumerate(self.lengths.tolist())]
+        spans = [(row, end - start) for row, cut in enumerate(cuts) for start, end in pairwise(cut)]
+        members, lengths = torch.tensor(spans, device=device).T
+        real = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+
+        def cut_apart(values: Tensor) -> Tensor:
+            if values.ndim < 2:
+                return values[members]
+            return values.new_zeros(real.shape).masked_scatter(real, values[self._real])
+
+        names = [f.name for f in fields(self) if f.name != "row_starts" and getattr(self, f.name) is not None]
+        parts = {name: cut_apart(getattr(self, name)) for name in names}
+        return replace(self, **{**parts, "lengths": lengths, "row_starts": None})
+
+    def joined(self, values: Tensor) -> Tensor:
+        """(B, T) the values of tokens, from those of ``rows`` (R, L); 0 at padding."""
+        if self.row_starts is None:
+            return values
+        return values.new_zeros(self.tokens.shape).masked_scatter(self._real, values[self.rows._real])
+
+    @property
+    def _real(self) -> Tensor:
+        return torch.arange(self.tokens.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
     def rows_by_group(self) -> dict[int, list[int]]:
         """The rows of each group's trajectories, by the group's number."""
@@ -133,6 +166,7 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         for position, reward in _reward_positions(trajectory, mask):
             rewards[row, position] += reward
     action_mask[:, :1] = False  # the first token has no predictor
+    several = any(turn.new_row for trajectory in trajectories for turn in trajectory.turns[1:])
     return Batch(
         tokens=tokens,
         lengths=torch.tensor(lengths, dtype=torch.int64),
@@ -145,7 +179,15 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         weights=torch.zeros(shape),
         forced=forced & ~action_mask if forced.any() else None,
         labels=torch.tensor(labels) if any(labels := [_label(t.desirable) for t in trajectories]) else None,
+        row_starts=_row_starts(trajectories, shape) if several else None,
     )
+
+
+def _row_starts(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> Tensor:
+    starts = torch.zeros(shape, dtype=torch.bool)
+    for row, trajectory in enumerate(trajectories):
+        starts[row, list(accumulate(map(len, trajectory.rows)))[:-1]] = True
+    return starts
 
 
 def _label(desirable: bool | None) -> int:

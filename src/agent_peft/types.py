@@ -163,7 +163,8 @@ class Turn:
     ``mistake`` means that a demonstration shows the action as a mistake: it is read, and never trained. Of
     the action after it, only what that action changes is trained. ``score`` is how far the episode had come
     after it, where the environment reports that. ``forced`` are the places in ``action`` that the sampler set
-    and the policy did not draw, with log-probability 0: they are read, and never trained.
+    and the policy did not draw, with log-probability 0: they are read, and never trained. With ``new_row``, the
+    observation is a whole prompt, in which the chat template has written the earlier turns differently.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -177,6 +178,7 @@ class Turn:
     mistake: bool = False
     score: float | None = None
     forced: tuple[int, ...] = ()
+    new_row: bool = False
 
     def __post_init__(self) -> None:
         if len(self.action) != len(self.logprobs):
@@ -190,7 +192,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The record of an episode. It flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
+    """The record of an episode. It flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token). What the
+    policy read is one of its ``rows``: there are several where the template rewrote the history.
 
     ``rewards`` has one reward per turn; their sum is the return, and ``reward_terms`` is what each term of
     the reward gave to it. ``score`` is the environment's grade between 0 and 1, or None. ``seed`` is the
@@ -218,6 +221,21 @@ class Trajectory:
     @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(t for turn in self.turns for t in (*turn.observation, *turn.action))
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The tokens in the sequences that the policy read. Each turn with a ``new_row`` begins one.
+
+        >>> turns = Turn((1, 2), (3,), (-0.5,)), Turn((1, 4), (5,), (-0.5,), new_row=True)
+        >>> Trajectory(Task("t"), turns).rows
+        [[1, 2, 3], [1, 4, 5]]
+        """
+        rows: list[list[int]] = [[]]
+        for number, turn in enumerate(self.turns):
+            if turn.new_row and number:
+                rows.append([])
+            rows[-1] += (*turn.observation, *turn.action)
+        return rows
 
     @property
     def action_mask(self) -> tuple[bool, ...]:

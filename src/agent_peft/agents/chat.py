@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from agent_peft.agents.serving.choices import Draw
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.service import Service
+from agent_peft.policies.native import format_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reply_text import TextStream
 from agent_peft.policies.sampling import SamplingConfig
@@ -36,26 +37,33 @@ class ChatSettings:
 
 
 class Dialogue:
-    """A conversation with a policy, as tokens: what was sampled is never encoded again."""
+    """A conversation with a policy, as an episode reads it."""
 
     def __init__(self, service: Service, settings: ChatSettings) -> None:
         self.service, self.settings = service, settings
         self.chat = service.policies[NAME].chat
         self.tokens: list[int] = []
+        self.messages: list[Message] = []
         self.turns = 0
         self._action: list[int] = []
 
     def clear(self) -> None:
-        self.tokens, self._action = [], []
+        self.tokens, self.messages, self._action = [], [], []
 
     def reply(self, text: str) -> Generator[str, None, None]:
         """Yield the parts of the reply to a message as they come. Closed early, the reply ends there."""
         settings, limit = self.settings, self.service.max_tokens[NAME]
         if self.tokens:
-            prompt = [*self.tokens, *self._action, *self.chat.following(text, self._action)]
+            row, native = [*self.tokens, *self._action], format_of(self.chat, (), acts=False)
+            reply = Message("assistant", self.chat.open_thought + self.chat.decode_action(self._action))
+            messages, new = [*self.messages, reply], [Message("user", text)]
+            is_new, tokens = native.next_prompt(messages, new, row, self._action)
+            prompt = tokens if is_new else [*row, *tokens]
         else:
-            system = [] if settings.system is None else [Message("system", settings.system)]
-            prompt = self.chat.opening([*system, Message("user", text)])
+            messages: list[Message] = []
+            new = [] if settings.system is None else [Message("system", settings.system)]
+            new.append(Message("user", text))
+            prompt = self.chat.opening(new)
         if len(prompt) >= limit:
             raise AgentPeftError(
                 f"with this the conversation has {len(prompt)} tokens, and {limit} are the most; write "
@@ -69,6 +77,7 @@ class Dialogue:
         changes: SimpleQueue[Draw] = SimpleQueue()
         seed = derive(settings.seed, "chat", self.turns)
         draw = Draw(prompt, seed, sampling, changes.put, streamed=True)
+        self.messages = [*messages, *new]
         self.tokens, self.turns = prompt, self.turns + 1
         self.service.submit(NAME, draw)
         text_stream, read = TextStream(self.chat, ()), 0

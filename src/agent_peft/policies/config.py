@@ -97,6 +97,11 @@ class PretrainedConfig(Config):
         description="a file with a chat template (Jinja) in place of the model's own, or chatml_tools: "
         "ChatML with tools, calls as JSON, results and thoughts",
     )
+    thoughts: Literal["template", "keep"] = Field(
+        default="template",
+        description="template: where the chat template rewrites earlier turns, such as their thoughts, the "
+        "episode continues in another row, with the template's text; keep: turns stay as sampled, in one row",
+    )
     tools: Literal["auto", *DIALECTS] = Field(  # type: ignore[valid-type]  # the keys of a table
         default="auto",
         description="dialect of the calls of tools; auto is the one that reads the chat template's own calls",

@@ -21,7 +21,7 @@ from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.forward.products import choose_library, use_onednn
 from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
-from agent_peft.policies.models.chat_template import check_dialect, with_keys
+from agent_peft.policies.models.chat_template import check_dialect, check_thoughts, with_keys
 from agent_peft.policies.models.custom_module import build_custom
 from agent_peft.policies.models.pretrained import build_model, ends_of, load_pretrained, use_template
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
@@ -73,6 +73,9 @@ def load_policy(
     ):
         base.to(device)  # type: ignore[arg-type]  # its decorator hides self
         chat = ChatTokenizer(tokenizer, ends_of(base), getattr(config, "tools", "auto"))
+        if getattr(config, "thoughts", "template") == "keep":
+            check_thoughts(tokenizer, chat.rewrites)
+            chat.thoughts = "keep"
         if getattr(config, "chat_template", None) is not None:  # its content belongs to what a run reads
             chat.template = chat.template or str(tokenizer.chat_template)
         adapted: PreTrainedModel | PeftModel = base

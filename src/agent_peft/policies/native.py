@@ -17,10 +17,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from agent_peft.policies.marks import CUT
-from agent_peft.policies.models.chat_template import TemplateFacts, TemplateKey, probe_template
+from agent_peft.policies.models.chat_template import TemplateFacts, TemplateKey, fold, probe_template
 from agent_peft.policies.reply_text import as_token, marked_calls, marked_text
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.replies import Call, ThoughtSplitter
+from agent_peft.replies import Call, ThoughtSplitter, read_reply
 from agent_peft.types import AgentPeftError, Message, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ _SHOWN = 60  # characters of a text in a message
 def facts_of(chat: ChatTokenizer) -> TemplateFacts | None:
     """What the chat template does."""
     return probe_template(chat.tokenizer, chat.dialect)
+
+
+class RewrittenError(AgentPeftError):
+    """The chat template writes earlier messages differently where others follow."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,13 @@ class NativeFormat:
         new: Sequence[Message],
         last_action: Sequence[int],
         exact: bool = False,
+        keeps: bool = True,
     ) -> list[int]:
         """The tokens to append after the sampled ``last_action``, the reply that ends ``messages``, so that
         the policy can act on the ``new`` messages: what the template writes there.
 
-        Where the template then writes earlier replies differently, they stay as they were sampled; with
-        ``exact`` that is an error.
+        Where the template then writes earlier replies differently, they stay as they were sampled. That is a
+        `RewrittenError` with ``exact``, or without ``keeps``.
         """
         *before, reply = messages
         tries = [[*before, reply]]
@@ -131,19 +136,57 @@ class NativeFormat:
                 return self.chat.following(new[0].content, last_action)
             # what follows a call does not depend on what comes before it
             replies = [reply, *(replace(reply, content="", thought=thought) for thought in ("x", None))]
-            tries = [[_USER, one] for one in replies]
+            tries = [[_USER, one] for one in (replies if keeps else replies[:1])]
         texts: list[tuple[str, str]] = []  # without and with the new messages
         while not texts or (not texts[-1][1].startswith(texts[-1][0]) and len(texts) < len(tries)):
             rendered = as_template([*tries[len(texts)], *new])
             texts.append((self._render(rendered[: -len(new)], False), self._render(rendered, True)))
         whole, longer = texts[-1]
         if not longer.startswith(whole):
-            raise AgentPeftError(_two_texts("a new message changes the text before it", *texts[0]))
+            raise RewrittenError(_two_texts("a new message changes the text before it", *texts[0]))
         if len(texts) > 1:
             _warn_of_rewriting(self.chat)
         _, mark, rest = self._split_end(whole)
         tokens = self.chat.encode_rendered(mark + rest + longer.removeprefix(whole))
         return tokens[bool(last_action) and last_action[-1] in self.chat.closed_by :]
+
+    def next_prompt(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        row: Sequence[int],
+        last_action: Sequence[int],
+    ) -> tuple[bool, list[int]]:
+        """Whether the template rewrites the history before the ``new`` messages, and what the policy reads:
+        then a whole prompt, or else the tokens to append to ``row``, which the sampled ``last_action`` ends.
+        """
+        keeps = not self.chat.follows_template
+        if not self.chat.rewrites:
+            try:
+                return False, self.following(messages, new, last_action, keeps=keeps)
+            except RewrittenError:
+                if keeps:
+                    raise
+        messages = list(map(_in_parts, messages))
+        try:
+            prompt, appends = self.opening([*messages, *new]), self._appends(messages, new)
+        except AgentPeftError:
+            if self.tools:
+                raise
+            prompt, appends = self.opening(fold([*messages, *new])), False  # as `ChatTokenizer.opening` does
+        if prompt[: len(row)] == list(row):
+            return False, prompt[len(row) :]
+        if appends:
+            return False, self.following(messages, new, last_action, keeps=False)
+        return True, prompt
+
+    def _appends(self, messages: Sequence[Message], new: Sequence[Message]) -> bool:
+        """Whether the template writes the new messages after the last prompt and its whole reply."""
+        *before, reply = messages
+        prompt, whole = self._render(as_template(before), True), self._render(as_template(messages), False)
+        thought = self.chat.cut((reply.thought or "").strip(), True)
+        longer = self._render(as_template([*messages, *new]), True)
+        return whole.startswith(prompt) and longer.startswith(whole) and thought in whole[len(prompt) :]
 
     def read(self, action: Sequence[int]) -> NativeReply:
         """The parts of a sampled reply. Takes time linear in it, and never raises. Where a mark is a token of
@@ -201,6 +244,14 @@ def as_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
             content |= {"tool_call_id": call.id or "", "name": call.name}
         rendered.append(content)
     return rendered
+
+
+def _in_parts(message: Message) -> Message:
+    """A reply whose thought is in its text, with the thought apart."""
+    reply = read_reply(message.content) if message.role == "assistant" else None
+    if reply is None or reply.thought is None or message.thought is not None:
+        return message
+    return replace(message, content=reply.text, thought=reply.thought.strip())
 
 
 def template_call(ident: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

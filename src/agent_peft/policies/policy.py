@@ -176,8 +176,9 @@ class Policy(LanguageModel):
 
         None where the model refuses fp32.
         """
-        scores = attempt(lambda: self._in_float32(batch.to(self.device), sampling))
-        return None if isinstance(scores, Exception) else scores
+        batch = batch.to(self.device)
+        scores = attempt(lambda: self._in_float32(batch.rows, sampling))
+        return None if isinstance(scores, Exception) else batch.joined(scores)
 
     def _in_float32(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
         scores = torch.zeros_like(batch.logprobs)
@@ -269,6 +270,10 @@ class Policy(LanguageModel):
         self, batch: Batch, dropout_seed: int | None = None
     ) -> tuple[Tensor, Tensor, AdapterDropout | None]:
         """Last hidden states (n, H), the index (B, T) of each token's predictor, and the dropout."""
+        hidden, predictors, dropout = self._states(batch.rows, dropout_seed)
+        return hidden, batch.joined(predictors), dropout
+
+    def _states(self, batch: Batch, dropout_seed: int | None) -> tuple[Tensor, Tensor, AdapterDropout | None]:
         rows, length = batch.tokens.shape
         if self.bound is not None and length > self.bound.positions:
             raise AgentPeftError(

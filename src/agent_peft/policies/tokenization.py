@@ -15,8 +15,9 @@ trims.
 
 Some templates are not append-only: in a longer conversation they rewrite earlier turns (Qwen3 drops the
 thoughts of earlier assistant turns; Mistral moves the system message to the last user message).
-``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, and logs a warning the
-first time.
+``append_only`` is then False. An episode follows the template: a rewritten history is another prompt
+(`NativeFormat.next_prompt`). Where it cannot, or should not (``thoughts: keep``), ``following`` keeps earlier
+turns as they were sampled, and logs a warning the first time.
 
 Some templates write today's date (Llama 3.2). Here it is always ``models.tokenizer.DATE``, so that the same
 conversation has the same tokens tomorrow.
@@ -30,12 +31,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from agent_peft.policies.marks import CUT, Marks
+from agent_peft.policies.models.chat_template import fold, reads_replies, rewriting
 from agent_peft.policies.models.tokenizer import PLAIN_TEMPLATE, spelled_bytes, undated
 from agent_peft.replies import open_thought
 from agent_peft.types import AgentPeftError, Message, Role
@@ -44,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _WORD = "xsentinel{}x"  # plain letters and a number: no template and no tokenizer treats it specially
 _SENTINEL = re.compile(r"xsentinel(\d+)x")
-_TURN: tuple[Role, ...] = ("user", "assistant", "user")
 
 
 class ChatTokenizer:
@@ -61,7 +62,8 @@ class ChatTokenizer:
         template: the chat template that is used where it is not the tokenizer's own.
         open_thought: how the generation prompt opens a thought; empty where it opens none.
         closed_by: token ids that may end an action in place of the one that the template writes.
-        append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
+        rewriting: how one more turn changes the earlier turns of the template's text; None where it does not.
+        thoughts: whether an episode follows a template that rewrites, or keeps its turns as sampled.
     """
 
     def __init__(
@@ -104,15 +106,42 @@ class ChatTokenizer:
         )
         # Any end may replace the one that the template writes, except where that one begins the next message.
         self.closed_by = self.end_of_turn if self._closes_the_last() else frozenset(self._closing[-1:])
-        rewriting = self._rewriting()
-        self.append_only = rewriting is None
-        self._warnings = [] if rewriting is None else [rewriting]
-        if rewriting is None and tokenizer.chat_template and not self._agrees_with_template():
+        self.thoughts: Literal["template", "keep"] = "template"
+        self.rewriting = rewriting(self.render, self._lead)
+        self._reads_replies = reads_replies(self.render, self.open_thought)
+        self._warnings = [] if self.rewriting is None else [self.rewriting]
+        if self.rewriting is None and tokenizer.chat_template and not self._agrees_with_template():
             warnings.warn(
                 "message by message, the tokens differ from those of the whole chat template (a prefix "
                 "space?)",
                 stacklevel=2,
             )
+
+    @property
+    def append_only(self) -> bool:
+        """Whether one more turn leaves the earlier turns of the template's text unchanged."""
+        return self.rewriting is None
+
+    @property
+    def follows_template(self) -> bool:
+        """Whether an episode gets another row where the template rewrites its history. It needs a template
+        that writes a reply, without its thought, as the policy does.
+        """
+        return self.thoughts == "template" and self._reads_replies
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether that happens at a message of the user."""
+        return self.follows_template and self.rewriting is not None
+
+    @property
+    def history(self) -> str:
+        """What becomes of the earlier turns of an episode."""
+        if self.rewriting is None:
+            return "an episode is one row, since the template only appends"
+        if self.rewrites:
+            return f"an episode has another row wherever {self.rewriting}"
+        return f"an episode is one row, whose turns stay as sampled, although {self.rewriting}"
 
     def opening(self, messages: Sequence[Message], typed: bool = False) -> list[int]:
         """The tokens of the conversation so far and the generation prompt: the policy acts next. With
@@ -130,7 +159,7 @@ class ChatTokenizer:
         try:
             frames, order = self._frames([m.role for m in messages])
         except TemplateError:
-            folded = _folded(messages)
+            folded = fold(messages)
             try:
                 frames, order = self._frames([m.role for m in folded])
             except TemplateError as error:
@@ -349,24 +378,6 @@ class ChatTokenizer:
             return False
         return plain == blanks
 
-    def _rewriting(self) -> str | None:
-        """How a longer conversation changes its own beginning, or None where it does not."""
-        user, reply, again = (Message(role, _WORD.format(i)) for i, role in enumerate(_TURN))
-        for opening in ([Message("system", _WORD.format(3)), user], [user]):
-            try:
-                first = self._render(opening)
-                longer = self._render([*opening, reply, again])
-            except TemplateError:
-                continue
-            if not longer.startswith(first + self._lead + reply.content):
-                return "a new turn rewrites what was there before it"
-        thought = Message("assistant", f"<think>\n{_WORD.format(4)}\n</think>\n\n{reply.content}")
-        return (
-            None
-            if _WORD.format(4) in self._render([user, thought, again])
-            else "a new turn drops the thoughts of earlier ones"
-        )
-
     def _agrees_with_template(self) -> bool:
         """Whether our tokens of a conversation are those of the template's own text."""
         messages = [
@@ -385,15 +396,3 @@ class ChatTokenizer:
         bos = self.tokenizer.bos_token
         writes_bos = bos is not None and self.tokenizer.encode("x")[:1] == [self.tokenizer.bos_token_id]
         return ("{{ bos_token }}" if writes_bos else "") + PLAIN_TEMPLATE
-
-
-def _folded(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with alternating roles: system becomes user, and neighbors of one role are joined."""
-    folded: list[Message] = []
-    for message in messages:
-        role = "user" if message.role == "system" else message.role
-        if folded and folded[-1].role == role:
-            folded[-1] = Message(role, f"{folded[-1].content}\n\n{message.content}")
-        else:
-            folded.append(Message(role, message.content))
-    return folded

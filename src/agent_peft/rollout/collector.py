@@ -349,9 +349,9 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """All but the task."""
     return {
         **{name: value for name, value in vars(trajectory).items() if name != "task"},
-        # without places where none is forced, as in the files of earlier versions
+        # without what few turns have, as in the files of earlier versions
         "turns": [
-            {key: value for key, value in vars(turn).items() if key != "forced" or value}
+            {key: value for key, value in vars(turn).items() if key not in ("forced", "new_row") or value}
             for turn in trajectory.turns
         ],
         "messages": [message.to_json() for message in trajectory.messages],

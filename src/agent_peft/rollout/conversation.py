@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from agent_peft.environments.base import Demonstrated, Environment, Episode, Mistake
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of, tools_of
 from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, action_of, read_call
+from agent_peft.policies.engine.base import NewRow
 from agent_peft.policies.sampling import StopMatcher
 from agent_peft.printable import printable
 from agent_peft.replies import UNCLOSED_THOUGHT, Call
@@ -124,7 +125,11 @@ class EpisodeConversation:
         if self.over or self.failure is not None:
             self.close()
             return None
-        return (*self.trajectory.tokens, *self._observation)
+        if isinstance(self._observation, NewRow):
+            return self._observation
+        *earlier, row = self.trajectory.rows
+        tokens = (*row, *self._observation)
+        return NewRow(tokens, sum(map(len, earlier))) if earlier else tokens
 
     def begin(self, seed: int) -> None:
         """Open the episode of ``seed``, from which its world and the sampler draw."""
@@ -177,7 +182,9 @@ class EpisodeConversation:
             reply: of a demonstration; by default that of the tokens.
         """
         cut = self._is_cut(action)
-        self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=cut, mistake=mistake))
+        new_row = isinstance(self._observation, NewRow)
+        read = tuple(self._observation), tuple(action), tuple(logprobs)
+        self.turns.append(Turn(*read, cut=cut, mistake=mistake, new_row=new_row))
         if self.max_thinking_tokens is not None:
             from agent_peft.policies.thinking import forced_places
 
@@ -349,10 +356,7 @@ class EpisodeConversation:
                 self.score = result.score
                 return None
             new = self._answer(reply.message, result)
-            if self._native is None:
-                observation = tuple(self.chat.following(result.observation, turn.action))
-            else:
-                observation = tuple(self._native.following(self.messages, new, turn.action, exact=self.exact))
+            observation = self._following(result, new, turn.action)
         except PASSING:
             raise
         except EnvironmentTimeout:
@@ -367,11 +371,31 @@ class EpisodeConversation:
             self.end(Outcome.INCORRECT, StopReason.DEFECT)
             return None
         self.messages += new
-        if len(observation) >= self._room:  # there would be no room for an action
+        room = self._room
+        if isinstance(observation, NewRow):
+            room += len(self.trajectory.rows[-1])
+        if len(observation) >= room:  # there would be no room for an action
             self.end(Outcome.INCORRECT, StopReason.TOKEN_LIMIT)
             return None
         self._observation = observation
         return observation
+
+    def _following(
+        self, result: StepResult, new: Sequence[Message], action: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The tokens to read after ``action``, or a `NewRow` where the template rewrites the history."""
+        chat, native = self.chat, self._native
+        if native is None and not chat.rewrites:
+            return tuple(chat.following(result.observation, action))
+        if native is not None and self.exact:
+            return tuple(native.following(self.messages, new, action, exact=True))
+        if native is None:
+            from agent_peft.policies.native import format_of
+
+            native = format_of(chat, (), acts=False)
+        *earlier, row = self.trajectory.rows
+        is_new, tokens = native.next_prompt(self.messages, new, row, action)
+        return NewRow(tokens, sum(map(len, (*earlier, row)))) if is_new else tuple(tokens)
 
 
 def within(seconds: float | None, call: Callable[[], Result]) -> Result:

@@ -82,7 +82,7 @@ def _exceeded_limits(trajectory: Trajectory, chat: ChatTokenizer, sampling: Samp
         if (stop := _stopped_inside(text, chat, sampling.stop)) is not None:
             yield f"turn {number} continues after {stop!r}, which sampling.stop ends an action at"
     end_tokens = sum(len(turn.action) - len(_text_of(turn, chat)) for turn in trajectory.turns[-1:])
-    if (length := len(trajectory.tokens) - end_tokens) > sampling.max_tokens:
+    if (length := max(map(len, trajectory.rows)) - end_tokens) > sampling.max_tokens:
         yield f"all turns have {length} tokens, more than sampling.max_tokens: {sampling.max_tokens}"
 
 

@@ -148,7 +148,7 @@ def with_mismatched(collection: Collection) -> Collection:
     They are cut to the length of the longest trajectory, which the model is known to read.
     """
     groups = collection.groups
-    longest = max(len(t.tokens) for group in groups for t in group.trajectories)
+    longest = max(len(row) for group in groups for t in group.trajectories for row in t.rows)
     following = [
         next((other for other in (*groups[n + 1 :], *groups[:n]) if other.task.id != group.task.id), None)
         for n, group in enumerate(groups)
@@ -170,7 +170,7 @@ def _mismatched(group: Group, others: Sequence[Trajectory], longest: int) -> Ite
         turns, room = list[Turn](), longest
         for turn in (replace(first, observation=own.turns[0].observation), *later):
             room -= len(turn.observation)
-            if room <= 0:
+            if room <= 0 or (turns and turn.new_row):  # that row shows the other opening
                 break
             action = turn.action[:room]
             # no policy sampled them after this opening: the trainer scores them
@@ -241,7 +241,8 @@ def read_episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
             scores = line.get("turn_scores")
             score = None if scores is None else scores[number]
             forced = tuple(line["forced"][number]) if "forced" in line else ()
-            turns.append(Turn(observation, tokens, logprobs, valid, cut, score=score, forced=forced))
+            more = {"score": score, "forced": forced, "new_row": number in line.get("new_rows", ())}
+            turns.append(Turn(observation, tokens, logprobs, valid, cut, **more))
         observation = () if is_action else tokens
     if len(turns) != len(line["rewards"]):
         raise ValueError(f"row {line['row']} has {len(turns)} turns and {len(line['rewards'])} rewards")

@@ -241,6 +241,7 @@ class EpisodeRecord:
     mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learned
     # of each turn, the places in its action that the sampler set (``Turn.forced``); empty where it set none
     forced: tuple[tuple[int, ...], ...] = ()
+    new_rows: tuple[int, ...] = ()  # turns that begin another row: the template rewrote the history
     advantages: tuple[float, ...] | None = None  # of each turn, the mean over its action tokens
     _arrays: _Arrays = field(repr=False, compare=False)
 

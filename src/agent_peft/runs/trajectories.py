@@ -50,6 +50,7 @@ def episode_record(
     ('t', 3, 7, 3)
     """
     mistakes = [number for number, turn in enumerate(trajectory.turns) if turn.mistake]
+    new_rows = [number for number, turn in enumerate(trajectory.turns) if turn.new_row]
     scores = [turn.score for turn in trajectory.turns]
     forced = [list(turn.forced) for turn in trajectory.turns]
     return {
@@ -72,6 +73,7 @@ def episode_record(
         "invalid_turns": [number for number, turn in enumerate(trajectory.turns) if not turn.valid],
         "cut_turns": [number for number, turn in enumerate(trajectory.turns) if turn.cut],
         **({"mistake_turns": mistakes} if mistakes else {}),
+        **({"new_rows": new_rows} if new_rows else {}),
         **({} if trajectory.reference is None else {"reference": trajectory.reference}),
         "messages": [message.to_json() for message in trajectory.messages],
     }

@@ -309,8 +309,8 @@ def _whole(tokens: list[int]) -> Batch:
 
 
 def canary_tokens(minibatch: Batch) -> list[int]:
-    """The minibatch's first trajectory; none on a rank that has no part of it."""
-    return minibatch.sequences[0] if len(minibatch) else []
+    """The first row of the minibatch; none on a rank that has no part of it."""
+    return minibatch.select([0]).rows.sequences[0] if len(minibatch) else []
 
 
 def slope_if_significant(sampler: Tensor, trainer: Tensor) -> float | None:

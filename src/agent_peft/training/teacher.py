@@ -52,6 +52,11 @@ class Teacher:
     def begin_step(self, trajectories: Sequence[Trajectory]) -> None:
         """Make the prompts of a step's rows."""
         if self.config.prompt is not None:
+            if any(len(trajectory.rows) > 1 for trajectory in trajectories):
+                raise AgentPeftError(
+                    "teacher.prompt needs episodes of one row, and the chat template rewrites their history; "
+                    "set policy.thoughts: keep, or teacher.model and teacher.prompt: null"
+                )
             self.openings = [self._opening(trajectory) for trajectory in trajectories]
 
     def read(self, batch: Batch, rows: Sequence[int]) -> Teaching:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -113,6 +113,25 @@ AnyEngine = Annotated[
 ]
 
 
+class NewRow(tuple[int, ...]):
+    """Tokens that take the place of all before them: the chat template has rewritten the history.
+
+    Attributes:
+        before: how many tokens the episode's earlier rows have. A token's place in the episode decides its
+            draw, so no two draws of an episode have one place.
+
+    >>> NewRow((5, 6), before=3).before
+    3
+    """
+
+    before: int
+
+    def __new__(cls, tokens: Iterable[int], before: int) -> Self:
+        made = super().__new__(cls, tokens)
+        made.before = before
+        return made
+
+
 class Conversation(Protocol):
     """What a sampler drives: it hands out a prompt, takes an action, and answers with the tokens to read
     next.
@@ -133,8 +152,8 @@ class Conversation(Protocol):
         ...
 
     def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
-        """Take the sampled action and return the tokens to read next, or None at the end. The sampler calls
-        this on a thread, once at a time for each conversation.
+        """Take the sampled action and return the tokens to read next, or None at the end. A `NewRow` is read
+        in place of all before it. The sampler calls this on a thread, once at a time for each conversation.
 
         Args:
             logprobs: their log-probabilities in nats.

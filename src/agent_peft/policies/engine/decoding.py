@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from agent_peft.hardware import is_out_of_memory
-from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
+from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics, NewRow
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache, padded
 from agent_peft.policies.engine.prefill import Job, prefill
@@ -45,13 +45,14 @@ class _Prompt:
 
 @dataclass(eq=False)
 class Row:
-    """A conversation that has a row or waits for one. ``tokens`` are all tokens except the present action,
-    and ``length`` of them are in its slot.
+    """A conversation that has a row or waits for one. ``tokens`` are all tokens that it reads except the
+    present action, and ``length`` of them are in its slot. ``before`` were in earlier rows of its episode.
     """
 
     conversation: Conversation
     number: int
     tokens: list[int] = field(default_factory=list)
+    before: int = 0
     turns: int = 0
     slot: int = -1
     length: int = 0
@@ -190,6 +191,9 @@ class Decoding:
         if not self.clock.joins(row.answer):
             return
         tokens, row.answer = row.answer.future.result(), None
+        if isinstance(tokens, NewRow):
+            self._rewrite(row, tokens)
+            return
         if tokens is not None:
             row.tokens += tokens
             return
@@ -197,6 +201,19 @@ class Decoding:
         self.rows.pop()
         if row.prompt is not None:
             self._release(row.prompt)
+
+    def _rewrite(self, row: Row, tokens: NewRow) -> None:
+        """Let a row read other tokens. The keys of those that stay at its beginning are kept."""
+        kept = min(common_length(row.tokens, list(tokens)), row.length, len(tokens) - 1)
+        row.tokens, row.before, row.lookup = list(tokens), tokens.before, PromptLookup()
+        if row.prompt is not None and kept < len(row.prompt):
+            slot = self.prompts[row.prompt].slot
+            if kept > self.cache.tiers[PROMPTS].starts[slot]:
+                self.cache.fork(ROWS, [row.slot], slot, kept)
+            else:
+                self._release(row.prompt)
+                row.prompt, kept = None, 0
+        row.length = kept
 
     def _release(self, tokens: tuple[int, ...]) -> None:
         prompt = self.prompts[tokens]
@@ -333,7 +350,7 @@ class Decoding:
         drafts, width = drafts or [[]] * len(rows), len(logits) // len(rows)
         places = [(row, row.length + i) for row in rows for i in range(width)]
         uniforms = torch.tensor(
-            [uniform(row.conversation.seed, at) for row, at in places], dtype=torch.float64
+            [uniform(row.conversation.seed, row.before + at) for row, at in places], dtype=torch.float64
         )
         tokens, logprobs = self._draw([row for row, _ in places], logits, uniforms.to(logits.device))
         complete = []
@@ -396,4 +413,4 @@ def _prompt_of(conversation: Conversation) -> Sequence[int] | None:
         raise ValueError(
             "a conversation has an empty prompt, so its first token cannot be predicted: begin it with one"
         )
-    return None if prompt is None else tuple(prompt)
+    return None if prompt is None else prompt if isinstance(prompt, NewRow) else tuple(prompt)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from agent_peft.files import sync
 from agent_peft.policies import adapters
-from agent_peft.policies.engine.base import Conversation, EngineStatistics, ServerEngineConfig
+from agent_peft.policies.engine.base import Conversation, EngineStatistics, NewRow, ServerEngineConfig
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.engine.server_proofs import Canary, Version, refuse_adapter
@@ -35,6 +35,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.thinking import check_thinking
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,11 @@ class ServerSampler:
         def drive(conversation: Conversation, server: ServerClient) -> EngineStatistics:
             tokens, read, drawn, news = list[int](), 0, 0, conversation.prompt
             while news is not None and not failed.is_set():
-                tokens += news
                 seed = conversation.seed if self.config.seeded else None
+                if isinstance(news, NewRow):
+                    tokens.clear()
+                    seed = None if seed is None else derive(seed, "row", news.before)
+                tokens += news
                 action, logprobs = self._draw(server, version, tokens, sampling, seed)
                 read, drawn = read + len(tokens), drawn + len(action)
                 tokens += action

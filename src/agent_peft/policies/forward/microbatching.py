@@ -73,6 +73,8 @@ class Microbatching:
             yield rows, cost
 
     def _cost(self, batch: Batch, rows: list[int]) -> int:
+        if batch.row_starts is not None:
+            return self.count(batch.select(rows).rows.sequences)
         return self.count([batch.sequences[row] for row in rows])
 
     def within_memory(self, work: Callable[[], T]) -> T:

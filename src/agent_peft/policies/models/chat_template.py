@@ -4,7 +4,7 @@ conversations. A template ignores a key that it does not read, and may drop a me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,14 +14,16 @@ from transformers import PreTrainedTokenizerBase
 
 from agent_peft.lookup import nearest
 from agent_peft.policies.models.template_probe import sandbox
-from agent_peft.replies import DIALECTS, read_calls
-from agent_peft.types import AgentPeftError
+from agent_peft.replies import DIALECTS, read_calls, read_reply
+from agent_peft.types import AgentPeftError, Message
 
 TemplateKey = bool | int | float | str
+Render = Callable[[list[dict[str, Any]], bool], str]  # of messages, and whether with the generation prompt
 
 _CONTEXT = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _TRIED: tuple[TemplateKey, ...] = (True, False, "low", "high")
 _THOUGHT, _ANSWER, _RESULT = "xthoughtx", "xanswerx", "xresultx"
+_OPENING, _INLINE = "xopeningx", f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
 _NAMES = ("xfirstx", "xotherx")  # of tools
 _ARGUMENTS = {"words": _ANSWER}
 
@@ -37,6 +39,7 @@ class TemplateFacts:
         thoughts: what becomes of the thought of an earlier reply.
         tools: what it writes of tools: ``tools``, ``call``, ``several calls`` and ``result``.
         dialect: the dialect of `replies` that reads its calls back; None where none does.
+        history: what becomes of the earlier turns of an episode (`ChatTokenizer.history`).
     """
 
     keys: tuple[str, ...]
@@ -45,6 +48,7 @@ class TemplateFacts:
     thoughts: str
     tools: tuple[str, ...]
     dialect: str | None
+    history: str = ""
 
     def __str__(self) -> str:
         keys = ", ".join(self.keys) or "none"
@@ -54,6 +58,7 @@ class TemplateFacts:
         )
         tools = ", ".join(self.tools) or "not written"
         tools += f" (calls: {self.dialect})" if self.dialect else ""
+        tools += self.history and f"; history: {self.history}"
         return (
             f"keys: {keys}; prompt ends {self.prompt!r}{prompts}; thoughts: {self.thoughts}; tools: {tools}"
         )
@@ -123,6 +128,67 @@ def check_dialect(tokenizer: PreTrainedTokenizerBase, dialect: str) -> None:
         )
 
 
+def rewriting(render: Render, lead: str) -> str | None:
+    """How a longer conversation changes its own beginning, or None where it does not. ``lead`` comes before a
+    reply and after the generation prompt.
+    """
+    user, reply, again = _user(), _reply(), {"role": "user", "content": _RESULT}
+    for opening in ([{"role": "system", "content": _OPENING}, user], [user]):
+        try:
+            first, longer = render(opening, True), render([*opening, reply, again], True)
+        except TemplateError:
+            continue
+        if not longer.startswith(first + lead + _ANSWER):
+            return "a new turn rewrites what was there before it"
+    dropped = _THOUGHT not in render([user, _reply(_INLINE), again], True)
+    return "a new turn drops the thoughts of earlier ones" if dropped else None
+
+
+def reads_replies(render: Render, opened: str) -> bool:
+    """Whether a reply, without the thought that the prompt has ``opened``, is its content. Harmony's names a
+    channel first.
+    """
+    try:
+        first, whole = render([_user()], True), render([_user(), _reply()], False)
+    except TemplateError:
+        return True
+    written = opened + whole.removeprefix(first).partition(_ANSWER)[0] + _ANSWER
+    return not whole.startswith(first) or read_reply(written).text.strip() == _ANSWER
+
+
+def check_thoughts(tokenizer: PreTrainedTokenizerBase, rewrites: bool) -> None:
+    """Refuse ``policy.thoughts: keep`` where it changes nothing, or a key of the template keeps thoughts."""
+    facts = probe_template(tokenizer)
+    for key in facts.keys if facts else ():
+        for value in (True, False):
+            if (
+                rewrites
+                and facts
+                and facts.thoughts != "kept"
+                and _thoughts(tokenizer, **{key: value}) == "kept"
+            ):
+                raise AgentPeftError(
+                    f"policy.thoughts: keep: the chat template has a key for it, with which a server of the "
+                    f"model keeps them, too: set policy.template: {{{key}: {str(value).lower()}}} instead"
+                )
+    if not rewrites:
+        raise AgentPeftError(
+            "policy.thoughts: keep has no effect: an episode of this chat template is one row; leave it out"
+        )
+
+
+def fold(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with alternating roles: system becomes user, and neighbors of one role are joined."""
+    folded: list[Message] = []
+    for message in messages:
+        role = "user" if message.role == "system" else message.role
+        if folded and folded[-1].role == role:
+            folded[-1] = Message(role, f"{folded[-1].content}\n\n{message.content}")
+        else:
+            folded.append(Message(role, message.content))
+    return folded
+
+
 def _named(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The names that a template reads and does not set. Some are its own variables."""
     try:
@@ -162,11 +228,10 @@ def _prompt_end(tokenizer: PreTrainedTokenizerBase, **keys: TemplateKey) -> str:
     return text.rpartition("words")[2]
 
 
-def _thoughts(tokenizer: PreTrainedTokenizerBase) -> str:
-    inline = _reply(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}")
-    for thought in (_reply(reasoning_content=_THOUGHT), inline):
-        if _THOUGHT in (_render(tokenizer, [_user(), thought], False) or ""):
-            longer = _render(tokenizer, [_user(), thought, _user()]) or ""
+def _thoughts(tokenizer: PreTrainedTokenizerBase, **keys: TemplateKey) -> str:
+    for thought in (_reply(reasoning_content=_THOUGHT), _reply(_INLINE)):
+        if _THOUGHT in (_render(tokenizer, [_user(), thought], False, **keys) or ""):
+            longer = _render(tokenizer, [_user(), thought, _user()], **keys) or ""
             return "kept" if _THOUGHT in longer else "dropped when a user message follows"
     return "not written"
 

@@ -31,6 +31,7 @@ from agent_peft.policies.models.pretrained import (
 )
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.models.tokenizer import character_tokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError
 
 # Tensors as wide as the MLP that an activation function keeps for its backward, without its output. A
@@ -253,7 +254,13 @@ def template_at_hand(config: PretrainedConfig | ScratchConfig) -> TemplateFacts 
     check_chat_template(tokenizer, config.model)
     use_template(tokenizer, config.chat_template)
     with_keys(tokenizer, config.template)
-    return probe_template(tokenizer, config.tools)
+    facts = probe_template(tokenizer, config.tools)
+    try:
+        chat = ChatTokenizer(tokenizer)
+    except AgentPeftError:  # reported where the policy is made
+        return facts
+    chat.thoughts = config.thoughts
+    return facts and replace(facts, history=chat.history)
 
 
 def _read_here(name: str, read: Callable[..., Any]) -> Any:
