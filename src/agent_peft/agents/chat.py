@@ -53,6 +53,7 @@ class Dialogue:
     def reply(self, text: str) -> Generator[str, None, None]:
         """Yield the parts of the reply to a message as they come. Closed early, the reply ends there."""
         settings, limit = self.settings, self.service.max_tokens[NAME]
+        messages: list[Message] = []
         if self.tokens:
             row, native = [*self.tokens, *self._action], format_of(self.chat, (), acts=False)
             reply = Message("assistant", self.chat.open_thought + self.chat.decode_action(self._action))
@@ -60,7 +61,6 @@ class Dialogue:
             is_new, tokens = native.next_prompt(messages, new, row, self._action)
             prompt = tokens if is_new else [*row, *tokens]
         else:
-            messages: list[Message] = []
             new = [] if settings.system is None else [Message("system", settings.system)]
             new.append(Message("user", text))
             prompt = self.chat.opening(new)
