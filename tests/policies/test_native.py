@@ -16,9 +16,8 @@ from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.chat_template import check_dialect
 from agent_peft.policies.models.pretrained import load_tokenizer
-from agent_peft.policies.models.shape import template_at_hand
 from agent_peft.policies.models.tokenizer import CHATML_TOOLS, character_tokenizer
-from agent_peft.policies.native import NativeFormat, as_template
+from agent_peft.policies.native import NativeFormat, as_template, template_at_hand
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.replies import DIALECTS
 from agent_peft.seeding import derive

@@ -32,7 +32,9 @@ from tests.policies.conftest import random_model
 
 # as DeepSeek R1's and Qwen3's: the prompt opens a thought, and a new message of the user drops it
 DROPS = """{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' and not keeps %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' and not keeps %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}<|im_start|>{{ m.role[0] }}
 {%- if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}
 {{- m.content }}<|im_end|>{% endfor %}
@@ -174,9 +176,10 @@ def test_the_gradient_is_that_of_separate_sequences(packing: bool, episodes: lis
     rows = batch.rows
     alone = gradient([plain(rows.select([row])) for row in range(len(rows))])
     assert float(alone.abs().max()) > 1e-4
-    assert torch.allclose(gradient([plain(batch)]), alone, atol=1e-6)
+    bound = 1e-6 * float(alone.norm())
+    assert float((gradient([plain(batch)]) - alone).abs().max()) <= bound
     halves = [plain(batch.select(range(3))), plain(batch.select(range(3, len(batch))))]
-    assert torch.allclose(gradient(halves), alone, atol=1e-6)
+    assert float((gradient(halves) - alone).abs().max()) <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,7 @@ from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.forward.products import choose_library
 from agent_peft.policies.memory import StageMemory, in_words
-from agent_peft.policies.models.shape import template_at_hand
+from agent_peft.policies.native import template_at_hand
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS
 from agent_peft.printable import printable

@@ -16,8 +16,18 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.marks import CUT
-from agent_peft.policies.models.chat_template import TemplateFacts, TemplateKey, fold, probe_template
+from agent_peft.policies.models.chat_template import (
+    TemplateFacts,
+    TemplateKey,
+    fold,
+    probe_template,
+    with_keys,
+)
+from agent_peft.policies.models.pretrained import check_chat_template, load_tokenizer, use_template
+from agent_peft.policies.models.shape import read_here
+from agent_peft.policies.models.start import start_of
 from agent_peft.policies.reply_text import as_token, marked_calls, marked_text
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.replies import Call, ThoughtSplitter, read_reply
@@ -360,3 +370,24 @@ def _warn_of_rewriting(chat: ChatTokenizer) -> None:
         "with the model's chat template a result changes the thought of the reply before it; an episode "
         "keeps its replies as they were sampled, and the policy learns to act after those"
     )
+
+
+def template_at_hand(config: PretrainedConfig | ScratchConfig) -> TemplateFacts | None:
+    """What the chat template of a policy does, with the keys that the configuration sets. None where it has
+    none, or where it is not known without a download.
+    """
+    if isinstance(config, ScratchConfig):
+        return None
+    tokenizer = read_here(start_of(config).model, load_tokenizer)
+    if tokenizer is None:
+        return None
+    check_chat_template(tokenizer, config.model)
+    use_template(tokenizer, config.chat_template)
+    with_keys(tokenizer, config.template)
+    facts = probe_template(tokenizer, config.tools)
+    try:
+        chat = ChatTokenizer(tokenizer)
+    except AgentPeftError:  # reported where the policy is made
+        return facts
+    chat.thoughts = config.thoughts
+    return facts and replace(facts, history=chat.history)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent_peft.environments.base import Demonstrated, Environment, Episode, Mistake
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of, tools_of
@@ -18,6 +16,7 @@ from agent_peft.policies.sampling import StopMatcher
 from agent_peft.printable import printable
 from agent_peft.replies import UNCLOSED_THOUGHT, Call
 from agent_peft.rollout.replays import ReplayWindow
+from agent_peft.rollout.time_limit import EnvironmentTimeout, within
 from agent_peft.seeding import derive
 from agent_peft.types import (
     AgentPeftError,
@@ -38,13 +37,6 @@ if TYPE_CHECKING:
 
 # these end the program; no other exception of an environment does
 PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)
-
-
-Result = TypeVar("Result")
-
-
-class EnvironmentTimeout(Exception):
-    """An environment took longer than ``engine.environment_seconds``."""
 
 
 class ReadReply(NamedTuple):
@@ -396,27 +388,3 @@ class EpisodeConversation:
         *earlier, row = self.trajectory.rows
         is_new, tokens = native.next_prompt(self.messages, new, row, action)
         return NewRow(tokens, sum(map(len, (*earlier, row)))) if is_new else tuple(tokens)
-
-
-def within(seconds: float | None, call: Callable[[], Result]) -> Result:
-    """Call, on its own thread if there is a limit. A call that takes longer is left behind.
-
-    Raises:
-        EnvironmentTimeout: it takes longer.
-    """
-    if seconds is None:
-        return call()
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=work, name="environment", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not future.done():
-        raise EnvironmentTimeout
-    return future.result()

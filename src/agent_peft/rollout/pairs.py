@@ -241,8 +241,8 @@ def read_episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
             scores = line.get("turn_scores")
             score = None if scores is None else scores[number]
             forced = tuple(line["forced"][number]) if "forced" in line else ()
-            more = {"score": score, "forced": forced, "new_row": number in line.get("new_rows", ())}
-            turns.append(Turn(observation, tokens, logprobs, valid, cut, **more))
+            new_row = number in line.get("new_rows", ())
+            turns.append(Turn(observation, tokens, logprobs, valid, cut, False, score, forced, new_row))
         observation = () if is_action else tokens
     if len(turns) != len(line["rewards"]):
         raise ValueError(f"row {line['row']} has {len(turns)} turns and {len(line['rewards'])} rewards")

@@ -163,6 +163,16 @@ class Conversation(Protocol):
         ...
 
 
+def prompt_of(conversation: Conversation) -> Sequence[int] | None:
+    """The first tokens of a conversation, or None. An empty prompt is a ValueError."""
+    prompt = conversation.prompt
+    if prompt is not None and not len(prompt):
+        raise ValueError(
+            "a conversation has an empty prompt, so its first token cannot be predicted: begin it with one"
+        )
+    return None if prompt is None else prompt if isinstance(prompt, NewRow) else tuple(prompt)
+
+
 @dataclass(frozen=True)
 class EngineStatistics:
     """The counts of one call. Those of several calls can be added, without their schedules."""

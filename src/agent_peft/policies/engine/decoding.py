@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from agent_peft.hardware import is_out_of_memory
-from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics, NewRow
+from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics, NewRow, prompt_of
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache, padded
 from agent_peft.policies.engine.prefill import Job, prefill
@@ -162,9 +162,7 @@ class Decoding:
     def _open(self, row: Row, due: int) -> None:
         if row.answer is None and not row.tokens:
             conversation = row.conversation
-            row.answer = PendingTurn(
-                row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation))
-            )
+            row.answer = PendingTurn(row.number, 0, due, self.threads.submit(lambda: prompt_of(conversation)))
 
     def _join(self) -> None:
         """Take in the answers that join at this step, in slot order; then waiting conversations."""
@@ -192,8 +190,7 @@ class Decoding:
             return
         tokens, row.answer = row.answer.future.result(), None
         if isinstance(tokens, NewRow):
-            self._rewrite(row, tokens)
-            return
+            return self._rewrite(row, tokens)
         if tokens is not None:
             row.tokens += tokens
             return
@@ -405,12 +402,3 @@ class Decoding:
         """A token for each row, which may occur several times, and its log-probability in nats."""
         tokens, logprobs = draw(logits, uniforms, self.sampling)
         return tokens.tolist(), logprobs.tolist()
-
-
-def _prompt_of(conversation: Conversation) -> Sequence[int] | None:
-    prompt = conversation.prompt
-    if prompt is not None and not len(prompt):
-        raise ValueError(
-            "a conversation has an empty prompt, so its first token cannot be predicted: begin it with one"
-        )
-    return None if prompt is None else prompt if isinstance(prompt, NewRow) else tuple(prompt)

@@ -20,18 +20,13 @@ from agent_peft.files import check_regular
 from agent_peft.lookup import may_import
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.models import bundled
-from agent_peft.policies.models.chat_template import TemplateFacts, probe_template, with_keys
 from agent_peft.policies.models.pretrained import (
     build_model,
     cause,
-    check_chat_template,
-    load_tokenizer,
     read_model_config,
-    use_template,
 )
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.models.tokenizer import character_tokenizer
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError
 
 # Tensors as wide as the MLP that an activation function keeps for its backward, without its output. A
@@ -238,32 +233,11 @@ def config_here(name: str) -> PreTrainedConfig | None:
     """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
     not on this machine, or damaged.
     """
-    config: PreTrainedConfig | None = _read_here(name, read_model_config)
+    config: PreTrainedConfig | None = read_here(name, read_model_config)
     return config
 
 
-def template_at_hand(config: PretrainedConfig | ScratchConfig) -> TemplateFacts | None:
-    """What the chat template of a policy does, with the keys that the configuration sets. None where it has
-    none, or where it is not known without a download.
-    """
-    if isinstance(config, ScratchConfig):
-        return None
-    tokenizer = _read_here(start_of(config).model, load_tokenizer)
-    if tokenizer is None:
-        return None
-    check_chat_template(tokenizer, config.model)
-    use_template(tokenizer, config.chat_template)
-    with_keys(tokenizer, config.template)
-    facts = probe_template(tokenizer, config.tools)
-    try:
-        chat = ChatTokenizer(tokenizer)
-    except AgentPeftError:  # reported where the policy is made
-        return facts
-    chat.thoughts = config.thoughts
-    return facts and replace(facts, history=chat.history)
-
-
-def _read_here(name: str, read: Callable[..., Any]) -> Any:
+def read_here(name: str, read: Callable[..., Any]) -> Any:
     """What ``read`` returns for a model, or None if it is not on this machine, or damaged."""
     folder = bundled.cached(name) if name in bundled.BUNDLED else Path(name)
     if folder is None or folder.suffix == ".gguf":
