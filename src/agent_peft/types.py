@@ -163,8 +163,8 @@ class Turn:
     ``mistake`` means that a demonstration shows the action as a mistake: it is read, and never trained. Of
     the action after it, only what that action changes is trained. ``score`` is how far the episode had come
     after it, where the environment reports that. ``forced`` are the places in ``action`` that the sampler set
-    and the policy did not draw, with log-probability 0: they are read, and never trained. With ``new_row``, the
-    observation is a whole prompt, in which the chat template has written the earlier turns differently.
+    and the policy did not draw, with log-probability 0: they are read, and never trained. With ``new_row``,
+    the observation is a whole prompt, in which the chat template has written the earlier turns differently.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
