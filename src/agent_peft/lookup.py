@@ -155,6 +155,15 @@ def _edit(text: str, known: str) -> int:
     return 1 if max(len(a), len(b)) == 1 else 2
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra. No registry has the package, so it is that of a clone.
+
+    >>> install("server")
+    "pip install '.[server]' in the clone of Agent-PEFT"
+    """
+    return f"pip install '.[{extra}]' in the clone of Agent-PEFT"
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name without a path here may be one of the hub: ``name`` or ``owner/name``, of which
     ``owner`` is neither a folder here nor ``runs``, the default folder of runs.

@@ -14,6 +14,7 @@ from agent_peft.configuration import machine as here
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.machine import machine, needs
 from agent_peft.environments.task_commands import generate_tasks
+from agent_peft.lookup import install
 from agent_peft.sandbox import build
 from agent_peft.types import AgentPeftError
 
@@ -106,8 +107,10 @@ def test_json_has_all_of_it(explained, smollm2, capsys):
 def test_a_terminal_shows_what_happens_and_with_all_every_value(explained, smollm2, capsys, monkeypatch):
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(["explain", "c.yaml"]) == 0
-    short = capsys.readouterr().out
+    short, waiting = capsys.readouterr()
+    assert waiting == "loading torch and Transformers, then the tasks\n"
     assert run(["explain", "c.yaml", "--all"]) == 0
     whole = capsys.readouterr().out
     assert "64 episodes" in short and "optimizer.learning_rate" not in short and "activations" not in short
@@ -139,7 +142,7 @@ def test_no_optional_package_is_imported():
 def test_an_extra_that_is_absent_tells_how_to_install_it(monkeypatch):
     versions = here._version
     monkeypatch.setattr(here, "_version", lambda name: None if name == "websockets" else versions(name))
-    assert machine()["extra: server"] == "not here, without websockets: pip install 'agent-peft[server]'"
+    assert machine()["extra: server"] == f"not here, without websockets: {install('server')}"
 
 
 def test_a_sandbox_that_cannot_be_is_a_line_and_no_error(monkeypatch):

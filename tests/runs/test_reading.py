@@ -192,13 +192,13 @@ def test_curves_have_held_out_points_with_their_intervals(run):
 
 def test_without_matplotlib_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'agent-peft[plot]'" in told(load_run(run).plot)
+    assert "pip install '.[plot]'" in told(load_run(run).plot)
 
 
 def test_without_pandas_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    assert "pip install 'agent-peft[pandas]'" in told(load_run(run).metrics_frame)
-    assert "pip install 'agent-peft[pandas]'" in told(load_run(run).trajectories.frame)
+    assert "pip install '.[pandas]'" in told(load_run(run).metrics_frame)
+    assert "pip install '.[pandas]'" in told(load_run(run).trajectories.frame)
 
 
 def test_the_front_door_has_it(run):

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from pydantic import Field
 
 from agent_peft.config import Config
+from agent_peft.lookup import install
 from agent_peft.types import AgentPeftError
 
 _Json = dict[str, Any]
@@ -125,7 +126,7 @@ def _endpoint(config: LLMConfig) -> _Model:
         import openai
     except ImportError as error:
         raise AgentPeftError(
-            "SimpleAgent: needs the openai client, which is not installed; pip install 'agent-peft[agents]', "
+            f"SimpleAgent: needs the openai client, which is not installed; {install('agents')}, "
             "or use a local policy with LLMConfig(model=..., local=True)"
         ) from error
     try:

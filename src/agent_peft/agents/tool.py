@@ -27,6 +27,7 @@ from agent_peft.agents.keys import (
     refuse,
     schema,
 )
+from agent_peft.lookup import install
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 from agent_peft.version import __version__
 
@@ -285,8 +286,8 @@ def serve(root: Path) -> None:
         from mcp.server.stdio import stdio_server
     except ImportError as error:
         raise AgentPeftError(
-            "agent-peft mcp needs the SDK of the Model Context Protocol, which is not installed; pip install "
-            "'agent-peft[agents]'"
+            "agent-peft mcp needs the SDK of the Model Context Protocol, which is not installed; "
+            + install("agents")
         ) from error
     if not root.is_dir():
         raise AgentPeftError(f"{root}: there is no such folder (seen from {Path.cwd()}); name another")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -62,7 +63,7 @@ def explain(
     from agent_peft.lookup import without_imports
 
     with nullcontext(()) if trust else without_imports() as names:
-        settings, provenance = read_config(Path(config), overrides or ())
+        settings, provenance = read_config(Path(config), overrides or (), on_checked=_note_loading)
         # with torch, which a typo need not wait for
         from agent_peft.configuration.explain import explain
         from agent_peft.configuration.planning import Target
@@ -77,6 +78,11 @@ def explain(
             f"not run and not checked: {printable(', '.join(names), LINE)}; this is code that CONFIG names, "
             "and --trust runs it"
         )
+
+
+def _note_loading() -> None:
+    if sys.stderr.isatty():  # that a person waits for it
+        print("loading torch and Transformers, then the tasks", file=sys.stderr)
 
 
 def _describe_machine(as_json: bool) -> None:

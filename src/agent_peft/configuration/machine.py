@@ -19,6 +19,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.hardware import choose_threads, has_bf16, total_memory
+from agent_peft.lookup import install
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.memory import in_words
 from agent_peft.policies.models.bundled import BUNDLED, cached
@@ -101,7 +102,7 @@ def _extras() -> Iterator[tuple[str, str]]:
             absent = [package for package, version in versions.items() if version is None]
             here = ", ".join(f"{package} {version}" for package, version in versions.items())
             if extra != "dev":
-                advice = f"without {', '.join(absent)}: pip install '{PACKAGE}[{extra}]'"
+                advice = f"without {', '.join(absent)}: {install(extra)}"
                 yield extra, f"{NOT_HERE}, {advice}" if absent else here
 
 

@@ -313,7 +313,7 @@ from agent_peft.types import AgentPeftError
 try:
     {ask}
 except AgentPeftError as error:
-    assert {package!r} in str(error) and "pip install 'agent-peft[server]'" in str(error), error
+    assert {package!r} in str(error) and "pip install '.[server]'" in str(error), error
     sys.exit(0)
 sys.exit(1)
 """

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.contract import error_text, quote
 from agent_peft.environments.templates import fill, with_placeholders
-from agent_peft.lookup import may_import
+from agent_peft.lookup import install, may_import
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
@@ -137,7 +137,7 @@ def make_world(name: str, arguments: Mapping[str, Any]) -> Any:
             import agent_peft.environments.games.textarena  # noqa: F401 (it registers the games)
     except ImportError as error:
         extra = "textarena" if is_game else "gymnasium"
-        raise AgentPeftError(f"{name} is an extra: pip install 'agent-peft[{extra}]'") from error
+        raise AgentPeftError(f"{name} is an extra: {install(extra)}") from error
     try:
         return gymnasium.make(name, disable_env_checker=True, **arguments)
     except Exception as error:

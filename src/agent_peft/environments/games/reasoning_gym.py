@@ -14,7 +14,7 @@ from pydantic import Field
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.contract import error_text, quote
 from agent_peft.environments.graders import Grade, QuestionEpisode
-from agent_peft.lookup import nearest
+from agent_peft.lookup import install, nearest
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message, Outcome, Task
 
@@ -64,7 +64,7 @@ class ReasoningGym(Environment):
         try:
             from reasoning_gym import factory, utils
         except ImportError as error:
-            raise AgentPeftError("reasoning_gym needs: pip install 'agent-peft[reasoning-gym]'") from error
+            raise AgentPeftError(f"reasoning_gym needs: {install('reasoning-gym')}") from error
         self.config, self._factory, self._extract = config, factory, utils.extract_answer
         names = [config.dataset] if isinstance(config.dataset, str) else config.dataset
         problems = map(next, islice(cycle(map(self._draw, names)), config.num_tasks))

@@ -28,6 +28,7 @@ from pydantic import (
 from agent_peft.config import Config
 from agent_peft.environments.base import Mistake
 from agent_peft.files import unique_keys
+from agent_peft.lookup import install
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
@@ -330,4 +331,4 @@ def to_json(content: BaseModel | Mapping[str, Any]) -> bytes:
 
 def missing_extra(package: str) -> AgentPeftError:
     """The error for a missing package of the extra ``server``."""
-    return AgentPeftError(f"HTTP needs {package}: pip install 'agent-peft[server]'")
+    return AgentPeftError(f"HTTP needs {package}: {install('server')}")

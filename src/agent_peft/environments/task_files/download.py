@@ -15,6 +15,7 @@ from typing import Any
 from agent_peft.environments.task_files.reading import parse_literal
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.hub import hub_or_cache, why_not_given
+from agent_peft.lookup import install
 from agent_peft.types import AgentPeftError
 
 
@@ -111,7 +112,7 @@ def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
                 rows.append(row)
         except ImportError as error:
             raise AgentPeftError(
-                f"{file.name}: reading parquet needs pyarrow: pip install 'agent-peft[datasets]'"
+                f"{file.name}: reading parquet needs pyarrow: {install('datasets')}"
             ) from error
         except AgentPeftError:
             raise

@@ -11,6 +11,7 @@ from typing import Any
 
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.trackers import MlflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
+from agent_peft.lookup import install
 from agent_peft.runs.trackers.base import COLUMNS, Row, TrackedRun, Tracker, mute
 from agent_peft.types import AgentPeftError
 
@@ -20,9 +21,7 @@ def _package(kind: str, module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise AgentPeftError(
-            f"the tracker {kind} needs its package ({error}); pip install agent-peft[{kind}]"
-        ) from error
+        raise AgentPeftError(f"the tracker {kind} needs its package ({error}); {install(kind)}") from error
 
 
 class TensorBoard(Tracker):

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from agent_peft.environments.db_bench.database import Cell, Row, fetched
+from agent_peft.lookup import install
 from agent_peft.types import AgentPeftError
 
 _FORM = "write mysql://user:password@host:port, or mysql://user:password@localhost?unix_socket=/path"
@@ -125,9 +126,7 @@ class Client:
             from pymysql.constants import CLIENT
             from pymysql.cursors import SSCursor
         except ImportError as error:
-            raise AgentPeftError(
-                "databases other than sqlite need PyMySQL; pip install agent-peft[mysql]"
-            ) from error
+            raise AgentPeftError(f"databases other than sqlite need PyMySQL; {install('mysql')}") from error
         local = address.socket is not None
         open_connection: Any = pymysql.connect  # its types leave out what is read here
         with _errors():
