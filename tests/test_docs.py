@@ -25,7 +25,7 @@ from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS
 from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.reading import load_run
-from agent_peft.training.step_metrics import LAG_METRICS, metrics_of
+from agent_peft.training.step_metrics import LAG_METRICS, THINKING_METRICS, metrics_of
 from agent_peft.types import Outcome
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -289,6 +289,7 @@ def test_the_page_of_metrics_has_each_metric():
         *SUCCESS_METRICS,
         *EPISODE_PAIR_METRICS,
         *LAG_METRICS,
+        *THINKING_METRICS,
     }
     report = {field.name for field in dataclasses.fields(EvaluationReport)}
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
@@ -313,7 +314,7 @@ NOT_MEASURED = [
     "`agent-peft show runs/mine --step 9`",
     "`--task ID --attempt 0`",
     "`torchrun --nproc_per_node=2 -m agent_peft train mine.yaml`",
-    "Exit codes are 0 (worked), 1 (failed) and 2 (bad input)",
+    "Exit codes are 0 (worked), 1 (failed), 2 (bad input) and 3 (a check failed)",
     "GSM8K",
     "with Python 3.11 or newer",
     "pip install torch==2.13.0",

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent_peft.configuration.explain import effective_values, facts
+from agent_peft.configuration.explain import effective_values, explain
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
@@ -239,14 +239,14 @@ def test_steps_on_the_command_line_shorten_every_stage(configure, tmp_path):
     assert [stage.steps for stage in config.stages] == [1, 1]
     train(config)
     assert [line["stage"] for line in metrics(config)] == ["sft", "reinforce"]
-    found = facts(config)
-    assert found["stage sft"].startswith("1 steps of ")
-    assert found["optimizer updates"] == "2"
 
 
 def test_explain_says_where_the_short_run_comes_from(configure, tmp_path):
     configure()
     config, provenance = read_config(tmp_path / "config.yaml", ["steps=1"])
+    facts = explain(config, provenance).facts
+    assert facts["stage sft"].startswith("1 steps of ")
+    assert facts["optimizer updates"] == "2"
     values = dict(effective_values(config))
     for stage in ("stages.0", "stages.1"):
         assert (values[f"{stage}.steps"], provenance.of(f"{stage}.steps")) == (

@@ -67,9 +67,7 @@ class Row:
 
 class Decoding:
     """One call of ``LocalEngine.generate``. Rows that decode hold slots [0, decoding); the others follow.
-
-    Args:
-        drafts: whether a few rows decode with drafts (``prompt_lookup``).
+    With ``drafts``, a few rows decode with drafts (``prompt_lookup``).
     """
 
     def __init__(
@@ -161,8 +159,7 @@ class Decoding:
 
     def _open(self, row: Row, due: int) -> None:
         if row.answer is None and not row.tokens:
-            conversation = row.conversation
-            row.answer = PendingTurn(row.number, 0, due, self.threads.submit(lambda: prompt_of(conversation)))
+            row.answer = PendingTurn(row.number, 0, due, self.threads.submit(prompt_of, row.conversation))
 
     def _join(self) -> None:
         """Take in the answers that join at this step, in slot order; then waiting conversations."""
@@ -190,14 +187,14 @@ class Decoding:
             return
         tokens, row.answer = row.answer.future.result(), None
         if isinstance(tokens, NewRow):
-            return self._rewrite(row, tokens)
-        if tokens is not None:
+            self._rewrite(row, tokens)
+        elif tokens is not None:
             row.tokens += tokens
-            return
-        self._swap(row.slot, len(self.rows) - 1)
-        self.rows.pop()
-        if row.prompt is not None:
-            self._release(row.prompt)
+        else:
+            self._swap(row.slot, len(self.rows) - 1)
+            self.rows.pop()
+            if row.prompt is not None:
+                self._release(row.prompt)
 
     def _rewrite(self, row: Row, tokens: NewRow) -> None:
         """Let a row read other tokens. The keys of those that stay at its beginning are kept."""
@@ -346,10 +343,9 @@ class Decoding:
         """
         drafts, width = drafts or [[]] * len(rows), len(logits) // len(rows)
         places = [(row, row.length + i) for row in rows for i in range(width)]
-        uniforms = torch.tensor(
-            [uniform(row.conversation.seed, row.before + at) for row, at in places], dtype=torch.float64
-        )
-        tokens, logprobs = self._draw([row for row, _ in places], logits, uniforms.to(logits.device))
+        drawn = [uniform(row.conversation.seed, row.before + at) for row, at in places]
+        uniforms = torch.tensor(drawn, dtype=torch.float64).to(logits.device)
+        tokens, logprobs = self._draw([row for row, _ in places], logits, uniforms)
         complete = []
         for number, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             for place, drafted in enumerate([*draft, None], number * width):
