@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line(keys, message):
 def test_an_absent_package_is_one_line_with_the_extra(package, id, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "agent_peft.environments.games.textarena", raising=False)
-    with pytest.raises(AgentPeftError, match=rf"pip install 'agent-peft\[{package}\]'"):
+    with pytest.raises(AgentPeftError, match=rf"pip install '\.\[{package}\]'"):
         load(id=id)
 
 

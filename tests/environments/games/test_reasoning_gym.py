@@ -117,7 +117,7 @@ def test_a_mistake_is_one_line(keys, message):
 
 def test_the_absent_library_is_one_line_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(AgentPeftError, match=r"pip install 'agent-peft\[reasoning-gym\]'"):
+    with pytest.raises(AgentPeftError, match=r"pip install '\.\[reasoning-gym\]'"):
         load()
 
 

@@ -237,7 +237,7 @@ def test_a_package_that_is_absent_is_told_before_the_run_begins(configure, monke
     ):
         monkeypatch.setitem(sys.modules, module, None)
         config = configure("run", trackers=[kind])
-        with pytest.raises(AgentPeftError, match=rf"pip install agent-peft\[{kind}\]"):
+        with pytest.raises(AgentPeftError, match=rf"pip install '\.\[{kind}\]'"):
             train(config)
         assert not config.run_dir.exists()
 
