@@ -359,7 +359,7 @@ def test_without_a_server_or_its_client_one_line_says_what_to_install(mariadb, m
         private.PrivateServer("name")
     assert "\n" not in str(raised.value)
     monkeypatch.setitem(sys.modules, "pymysql", None)
-    with pytest.raises(AgentPeftError, match=r"pip install agent-peft\[mysql\]"):
+    with pytest.raises(AgentPeftError, match=r"pip install '\.\[mysql\]'"):
         Client(ServerAccount("root"))
 
 
