@@ -94,14 +94,15 @@ def test_the_world_is_well_as_it_is(world: Any, engine: Sampler) -> None:
 
 def test_the_example_of_the_page_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/environments.md").read_text()
-    example, test = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    example, test, shop = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len([line for line in example.splitlines() if line.strip()]) <= 40
     (tmp_path / "guessing_of_the_page.py").write_text(example)
     monkeypatch.syspath_prepend(str(tmp_path))
     exec(test.replace("guessing:", "guessing_of_the_page:"), {})
-    found = validate_tasks("guessing_of_the_page:Higher")
-    counts = {"tasks": 50, "gold_correct": 50, "nothing_correct": 0}
-    assert found == {**counts, "rejected": [], "warnings": [], "violations": []}
+    (tmp_path / "shop_of_the_page.py").write_text(shop)
+    for kind, tasks in (("guessing_of_the_page:Higher", 50), ("shop_of_the_page:Shop", 48)):
+        counts = {"tasks": tasks, "gold_correct": tasks, "nothing_correct": 0}
+        assert validate_tasks(kind) == {**counts, "rejected": [], "warnings": [], "violations": []}
     with pytest.raises(AgentPeftError, match="did you mean 'num_tasks'"):
         load_environment({"kind": "guessing_of_the_page:Higher", "num_task": 20})
     (configuration,) = re.findall(r"^```yaml\n(# guessing\.yaml\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
