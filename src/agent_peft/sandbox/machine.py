@@ -76,6 +76,7 @@ class Machine:
         self._cgroup: Mapping[str, Path] | None = None
         self._lifeline: int | None = None
         self._processes: Processes | None = None
+        self._waits_for_shell: int | None = None
         (self._bundle / "config.json").write_text(json.dumps(config), "utf-8")
         # A user may have 200 keyrings, and the kernel keeps one for minutes after its container has ended
         run = ["run", "--no-new-keyring", "--bundle", str(self._bundle)]
@@ -115,7 +116,7 @@ class Machine:
     @property
     def shell(self) -> Program:
         """The shell that process 1 started."""
-        return Program(self, self._bundle / "shell")
+        return Program(self, self._bundle / "shell", self._waits_for_shell)
 
     def spawn(
         self,
@@ -222,12 +223,13 @@ class Machine:
         yet. A shell that has ended already needs no id.
         """
         deadline = time.monotonic() + _SECONDS
-        while (pid := _only_child(_only_child(first))) is None:
+        while (pid := _only_child(parent := _only_child(first))) is None:
             if streams.ended() or not self.processes.alive():
                 return
             if time.monotonic() > deadline:
                 raise InfrastructureError(f"the shell of a machine did not start within {_SECONDS:g} seconds")
             time.sleep(0.001)
+        self._waits_for_shell = parent
         (self._bundle / "shell.pid").write_text(str(pid))
 
     def _spawn(
@@ -267,8 +269,9 @@ class Machine:
 class Program:
     """A program that was started in a machine, and the processes that it started there."""
 
-    def __init__(self, machine: Machine, described: Path) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, described: Path, parent: int | None = None) -> None:
+        """``parent``: started in the same clock tick as the first command, perhaps, and not by it."""
+        self._machine, self._parent = machine, parent
         self._pid_file, self._errors = described.with_suffix(".pid"), described.with_suffix(".errors")
 
     @property
@@ -287,8 +290,7 @@ class Program:
         return ""
 
     def signal(self, number: int, since: float) -> int:
-        pid = self.pid
-        spared = [pid] if pid is not None else []
+        spared = [pid for pid in (self.pid, self._parent) if pid is not None]
         return self._machine.processes.signal(number, int(since * _TICK), spared)
 
     def signal_shell(self, number: int) -> None:

@@ -224,9 +224,12 @@ class PersistentShell:
         if result is not None:
             return result
         state = shell.state if shell is not None and shell.killed else b""
-        self.close()
-        self._shell = self._start(state)
-        return self._shell.run(command, timeout) or CommandResult("", None)
+        for carried in (state, b""):  # a shell that ends at once, whatever ended it, ran nothing: once more
+            self.close()
+            self._shell = self._start(carried)
+            if (result := self._shell.run(command, timeout)) is not None:
+                return result
+        return CommandResult("", None)
 
     def close(self) -> None:
         if self._shell is not None:
