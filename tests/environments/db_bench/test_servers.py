@@ -399,8 +399,8 @@ def test_a_statement_that_takes_the_servers_memory_is_stopped(mariadb):
     thread = threading.Thread(target=measure)
     thread.start()
     for function in ("JSON_OBJECTAGG(seq, REPEAT('x', 1000000))", "JSON_OBJECTAGG(seq, REPEAT('y', 900000))"):
-        # a row in 4 ms, so that a loaded machine sees it in time, too
-        stopped = attacker.execute(f"SELECT LENGTH({function}) FROM seq_1_to_5000 WHERE SLEEP(0.004) = 0")
+        # a megabyte in 10 ms, so that a machine that is busy for seconds sees it in time, too
+        stopped = attacker.execute(f"SELECT LENGTH({function}) FROM seq_1_to_5000 WHERE SLEEP(0.01) = 0")
         assert stopped.error == "the statement was stopped: out of memory"
         assert neighbour.execute("SELECT COUNT(*) FROM t").rows == ((100,),)
     over.set()
