@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from agent_peft.agents.serving.choices import Draw
+from agent_peft.agents.serving.prompts import Prompt
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.service import Service
 from agent_peft.policies.native import format_of
@@ -76,7 +77,7 @@ class Dialogue:
         )
         changes: SimpleQueue[Draw] = SimpleQueue()
         seed = derive(settings.seed, "chat", self.turns)
-        draw = Draw(prompt, seed, sampling, changes.put, streamed=True)
+        draw = Draw(Prompt(prompt), seed, sampling, changes.put, streamed=True)
         self.messages = [*messages, *new]
         self.tokens, self.turns = prompt, self.turns + 1
         self.service.submit(NAME, draw)

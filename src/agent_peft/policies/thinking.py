@@ -30,13 +30,18 @@ class ThinkingBudget:
         self._count(inside=False)
 
     @property
+    def open(self) -> bool:
+        """Whether the reply is inside a thought."""
+        return not self._splitter.closed
+
+    @property
     def forced(self) -> int | None:
         """The next token, where it closes a thought by force; None where the policy draws it."""
         return self._closing[0] if self._closing else None
 
     def push(self, token: int) -> None:
         """Read the next token of the reply."""
-        inside = not self._splitter.closed
+        inside = self.open
         self._splitter.push(self._text([token]))
         if self._closing:
             self._closing.pop(0)

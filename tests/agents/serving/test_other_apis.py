@@ -163,11 +163,11 @@ def test_a_message_whole_and_as_a_stream(serving, tiny):
     ("path", "keys", "message"),
     [
         ("responses", {"previous_response_id": "x"}, "body.previous_response_id"),
-        ("responses", {"tool_choice": "required"}, "body.tool_choice"),
+        ("responses", {"tool_choice": "required"}, "tool_choice: required needs tools"),
         ("responses", {"tools": [{"type": "web_search"}]}, "body.tools.0"),
         ("responses", {"input": [{"role": "user"}]}, "a message of the role user needs a content"),
         ("responses", {"temperature": -1}, "temperature"),
-        ("messages", {"tool_choice": {"type": "any"}}, "body.tool_choice"),
+        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: required needs tools"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "body.messages.0"),
         (
             "responses",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agent_peft.agents.serving.choices import ChoiceStream, Draw
-from agent_peft.agents.serving.prompts import PLAIN, chat_prompt, facts_of
+from agent_peft.agents.serving.prompts import PLAIN, Prompt, chat_prompt, facts_of
 from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.sampling import SamplingConfig
@@ -154,7 +154,7 @@ def replies(chat, reply, dialect, tools=TOOLS, opened="", typed=(), **keys):
     tokens.append(chat.tokenizer.eos_token_id)
     request = ChatRequest.model_validate({"messages": [USER], "tools": tools, **keys})
     read = chat_prompt(chat, request)._replace(dialect=dialect, open_thought=opened)
-    draw = Draw((1,), 0, SamplingConfig(stop=request.stops), on_change=lambda _: None, streamed=True)
+    draw = Draw(Prompt((1,)), 0, SamplingConfig(stop=request.stops), on_change=lambda _: None, streamed=True)
     stream, parts = ChoiceStream(0, draw, chat, request, read), []
     for place, token in enumerate(tokens):
         draw.take(place, token, -0.5, ())

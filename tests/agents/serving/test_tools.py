@@ -8,6 +8,7 @@ import pytest
 
 from agent_peft.agents.serving.choices import ChoiceStream, Draw
 from agent_peft.agents.serving.conversation import ChatMessage, Tool, plain_messages, split_calls
+from agent_peft.agents.serving.prompts import Prompt
 from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Message
@@ -68,7 +69,7 @@ def test_a_conversation_with_tools_in_plain_messages():
 def test_calls_and_content_are_told_apart_also_in_a_stream(policies, text, content, names):
     assert split_calls(text, [LS])[0] == content
     chat = policies["base"].chat
-    draw = Draw((1,), 0, SamplingConfig(), on_change=lambda _: None, streamed=True)
+    draw = Draw(Prompt((1,)), 0, SamplingConfig(), on_change=lambda _: None, streamed=True)
     request = ChatRequest(messages=messages({"role": "user", "content": "x"}), tools=[LS])
     stream, parts = ChoiceStream(0, draw, chat, request), []
     for place, token in enumerate(chat.action_tokens(text)):
@@ -94,7 +95,7 @@ def test_calls_and_content_are_told_apart_also_in_a_stream(policies, text, conte
 
 def test_a_stream_holds_back_what_may_begin_a_stop_string(policies):
     chat = policies["base"].chat
-    draw = Draw((1,), 0, SamplingConfig(stop=("abc",)), on_change=lambda _: None, streamed=True)
+    draw = Draw(Prompt((1,)), 0, SamplingConfig(stop=("abc",)), on_change=lambda _: None, streamed=True)
     request = ChatRequest(messages=messages({"role": "user", "content": "x"}), stop="abc")
     stream, parts = ChoiceStream(0, draw, chat, request), []
     for place, token in enumerate(chat.action_tokens("xababc")):

@@ -33,6 +33,7 @@ class Talk:
     answers: Sequence[Tokens] = ()
     cancel_at: int | None = None  # the place after whose token nobody waits any more
     alternatives: int = 2
+    constraint: None = None
     cancelled: bool = False
     actions: list[list[int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -22,6 +22,7 @@ class Asked:
     """A request for nothing: it ends as soon as the engine looks at it. It keeps what it hears."""
 
     seed = 0
+    constraint = None
 
     def __init__(self):
         self.heard = []
@@ -72,6 +73,7 @@ class Greedy:
     count: int
     seed: int = 0
     alternatives: int = 0
+    constraint: None = None
     cancelled: bool = False
     taken: list[int] = field(default_factory=list)
 

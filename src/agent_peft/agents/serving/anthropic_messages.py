@@ -44,8 +44,16 @@ class BlockMessage(Wire):
 
 
 class ToolChoice(Wire):
-    type: Literal["auto", "none"] = Field(description="a call cannot be forced")
+    type: Literal["auto", "none", "any", "tool"]
+    name: Any = None
     disable_parallel_tool_use: StrictBool | None = None
+
+    @property
+    def as_chat(self) -> str | dict[str, Any]:
+        """The same choice of ``/v1/chat/completions``."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
 class MessagesRequest(OtherRequest):
@@ -64,10 +72,12 @@ class MessagesRequest(OtherRequest):
     def as_chat(self) -> ChatRequest:
         """The same request to ``/v1/chat/completions``."""
         choice, effort = self.tool_choice, self.output_config and self.output_config.effort
+        format = self.output_config and self.output_config.format
         effort = "none" if self.thinking and self.thinking.type == "disabled" else effort
         return self.chat(
             messages=list(self._messages()),
-            tool_choice=choice and choice.type,
+            tool_choice=choice and choice.as_chat,
+            response_format=format and format.response_format,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or None,

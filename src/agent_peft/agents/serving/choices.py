@@ -51,15 +51,16 @@ class Draw:
 
     def __init__(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         seed: int,
         sampling: SamplingConfig,
         on_change: Callable[[Draw], None],
         alternatives: int = 0,
         streamed: bool = False,
     ) -> None:
-        self.tokens_before, self.seed, self.sampling = tuple(prompt), seed, sampling
+        self.tokens_before, self.seed, self.sampling = tuple(prompt.tokens), seed, sampling
         self.alternatives, self.streamed, self._on_change = alternatives, streamed, on_change
+        self.constraint = prompt.grammar and prompt.grammar.follow(prompt.tokens)
         self.cancelled = self.ended = False
         self.error: BaseException | None = None
         self.drawn: list[Drawn] = []

@@ -173,6 +173,9 @@ def text_prompt(prompt: str | Sequence[int], policy: Policy) -> list[int]:
     return tokens
 
 
+PLAIN = "plain"  # the dialect of `plain_messages`
+
+
 def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Message]:
     """The conversation in plain messages: the system message describes the tools, calls are text of the
     assistant, and results that follow each other are one message of the user.

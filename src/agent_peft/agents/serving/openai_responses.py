@@ -39,12 +39,22 @@ class Item(Wire):
     NOT_READ: ClassVar = frozenset({"summary", "encrypted_content", "id", "status", "phase", "namespace"})
 
 
+class NamedFunction(Wire):
+    type: Literal["function"]
+    name: Any
+
+    @property
+    def as_chat(self) -> dict[str, Any]:
+        """The same choice of ``/v1/chat/completions``."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
 class ResponsesRequest(OtherRequest):
     """A conversation; the policy writes the next items."""
 
     input: Text | Annotated[tuple[Item, ...], First, Field(min_length=1, max_length=10_000)]
     instructions: Text | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(default=None, description="a call cannot be forced")
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: Any = None
     max_output_tokens: Any = Field(default=None, description="of the reply")
     reasoning: Hint | None = None
@@ -60,9 +70,11 @@ class ResponsesRequest(OtherRequest):
 
     def as_chat(self) -> ChatRequest:
         """The same request to ``/v1/chat/completions``."""
+        choice, format = self.tool_choice, self.text and self.text.format
         return self.chat(
             messages=self._messages(),
-            tool_choice=self.tool_choice,
+            response_format=format and format.response_format,
+            tool_choice=choice.as_chat if isinstance(choice, NamedFunction) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning and self.reasoning.effort,
@@ -121,7 +133,7 @@ class ResponsesWriter(BlockWriter):
 
     def answer(self) -> dict[str, Any]:
         assert self.body is not None
-        request, used = self.request, self.usage
+        request, used, choice = self.request, self.usage, self.request.tool_choice
         cut = self.reason == "length"
         return {
             "id": self.id,
@@ -133,7 +145,7 @@ class ResponsesWriter(BlockWriter):
             "error": None,
             "output": list(self.blocks),
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": request.tool_choice or "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
             "tools": [{"type": "function", "strict": False, **function} for function in request.functions],
             "usage": self.reason
             and {

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, StrictBool, ValidationError
 
 from agent_peft.agents.serving.answers import CompletionBody, Reply, Usage, problem_of
 from agent_peft.agents.serving.conversation import Call, First, Wire
-from agent_peft.agents.serving.requests import ChatRequest, TextFormat
+from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.config import first_error
 from agent_peft.environments.http.messages import Refusal, one_line, to_json
 
@@ -108,12 +108,24 @@ class OtherTool(Wire):
     NOT_READ: ClassVar = frozenset({"strict", "eager_input_streaming", "cache_control"})
 
 
+class OtherFormat(Wire):
+    type: Any = None
+    content: Any = Field(default=None, alias="schema")
+    NOT_READ: ClassVar = frozenset({"name", "description", "strict"})
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """The same key of ``/v1/chat/completions``."""
+        schema = {} if self.content is None else {"json_schema": {"schema": self.content}}
+        return {"type": self.type, **schema}
+
+
 class Hint(Wire):
     """How much to think, and how to write."""
 
     type: Literal["enabled", "disabled", "adaptive"] | None = None
     effort: Any = None
-    format: TextFormat | None = None
+    format: OtherFormat | None = None
     NOT_READ: ClassVar = frozenset({"summary", "generate_summary", "verbosity", "budget_tokens", "display"})
 
 

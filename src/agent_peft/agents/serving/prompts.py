@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from agent_peft.agents.serving.conversation import ChatMessage, Tool, arguments_of, plain_messages
+from agent_peft.agents.serving.constraint import Grammar, grammar_of
+from agent_peft.agents.serving.conversation import PLAIN, ChatMessage, Tool, arguments_of, plain_messages
 from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.policies.models.chat_template import TemplateFacts, TemplateKey
 from agent_peft.policies.native import WRITTEN, facts_of, rendered_prompt, template_call
@@ -15,15 +16,16 @@ from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.replies import open_thought
 from agent_peft.types import AgentPeftError
 
-PLAIN = "plain"  # the dialect of ``plain_messages``
-
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt, how it opens a thought, and the dialect of the calls that may follow."""
+    """The tokens of a prompt, how it opens a thought, the dialect of the calls that may follow, and the form
+    that the reply must have.
+    """
 
     tokens: Sequence[int]
     open_thought: str = ""
     dialect: str = PLAIN
+    grammar: Grammar | None = None
 
 
 EMPTY = Prompt(())
@@ -31,6 +33,11 @@ EMPTY = Prompt(())
 
 def chat_prompt(chat: ChatTokenizer, request: ChatRequest) -> Prompt:
     """The prompt of a conversation. What the chat template leaves out or refuses is an `AgentPeftError`."""
+    prompt = _prompt(chat, request)
+    return prompt._replace(grammar=grammar_of(chat, request, prompt.dialect))
+
+
+def _prompt(chat: ChatTokenizer, request: ChatRequest) -> Prompt:
     facts, messages, tools = facts_of(chat), request.messages, request.offered
     keys = template_keys(request, facts)
     written = set(facts.tools) if facts else set[str]()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agent_peft.agents.serving.conversation import OPEN, Tool, may_be_call, split_calls
-from agent_peft.agents.serving.prompts import PLAIN
+from agent_peft.agents.serving.conversation import OPEN, PLAIN, Tool, may_be_call, split_calls
 from agent_peft.policies.marks import CUT
 from agent_peft.policies.reply_text import as_token, marked_calls
 from agent_peft.policies.tokenization import ChatTokenizer

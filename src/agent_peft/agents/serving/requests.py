@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     Field,
+    JsonValue,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -56,8 +57,40 @@ class StreamOptions(Wire):
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(Wire):
-    type: Literal["text"]
+class Schema(Wire):
+    name: Text | None = None
+    description: NotRead[Text] = None
+    content: dict[str, JsonValue] = Field(default_factory=dict, alias="schema")
+    strict: NotRead[StrictBool] = None
+
+
+class Format(Wire):
+    """The form of a reply."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Format:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type: json_schema and the key json_schema need each other")
+        return self
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The JSON schema of the reply. None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.content
+        return None if self.type == "text" else {"type": "object"}
+
+
+class Named(Wire):
+    name: Text
+
+
+class NamedTool(Wire):
+    type: Literal["function"]
+    function: Named
 
 
 class _Request(Wire):
@@ -154,8 +187,8 @@ class ChatRequest(_Request):
 
     messages: Annotated[tuple[ChatMessage, ...], First, Field(min_length=1, max_length=10_000)]
     tools: Annotated[tuple[Tool, ...], First, Field(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        default=None, description="a call cannot be forced: say in a message that one is needed"
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
+        default=None, description="required, or a named one: the reply is one call"
     )
     parallel_tool_calls: StrictBool | None = Field(
         default=None, description="false ends the reply after the first call"
@@ -164,7 +197,7 @@ class ChatRequest(_Request):
     max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Alternatives | None = None
-    response_format: TextFormat | None = None
+    response_format: Format | None = None
     modalities: tuple[Literal["text"]] | None = None
     audio: None = None
     prediction: None = None
@@ -187,7 +220,19 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs needs logprobs: true")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens are one limit; give one of them")
+        if isinstance(self.tool_choice, NamedTool) and not self.forced:
+            raise ValueError(f"tool_choice: {self.tool_choice.function.name[:80]!r} is none of the tools")
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice: required needs tools")
         return self
+
+    @property
+    def forced(self) -> tuple[Tool, ...]:
+        """The tools of which the reply must call one."""
+        choice, tools = self.tool_choice, self.tools or ()
+        if isinstance(choice, NamedTool):
+            return tuple(tool for tool in tools if tool.function.name == choice.function.name)
+        return tools if choice == "required" else ()
 
     @property
     def offered(self) -> tuple[Tool, ...]:

@@ -189,7 +189,7 @@ class Replies:
         pairs = [pair for pair in zip(openings, samplings, strict=True) for _ in members]
         seeds = [seed, *(derive(seed, "choice", choice) for choice in range(1, count))]
         draws = [
-            Draw(opening.tokens, each, sampling, on_change, request.alternatives, request.stream)
+            Draw(opening, each, sampling, on_change, request.alternatives, request.stream)
             for (opening, sampling), each in zip(pairs, seeds, strict=True)
         ]
         for draw in draws:

@@ -17,9 +17,12 @@ PLACES = 8
 
 
 class PromptLookup:
-    """The n-grams of one conversation, and where each of them last continued."""
+    """The n-grams of one conversation, and where each of them last continued. With ``longest`` 0 it never
+    drafts.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = LONGEST) -> None:
+        self._longest = longest
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
@@ -35,14 +38,14 @@ class PromptLookup:
         >>> PromptLookup().draft([5, 6, 7, 8, 9], [3, 5, 6], most=7)
         [7, 8, 9, 3]
         """
-        if most < 1:
+        if most < 1 or not self._longest:
             return []
         known = self._tokens
         for token in islice(chain(tokens, action), len(known), None):
-            for n in range(1, min(LONGEST, len(known)) + 1):
+            for n in range(1, min(self._longest, len(known)) + 1):
                 self._ends[tuple(known[-n:])] = len(known)
             known.append(token)
-        for n in range(LONGEST, 0, -1):
+        for n in range(self._longest, 0, -1):
             begin = self._ends.get(tuple(known[-n:]))
             if begin is not None:
                 return known[begin : begin + min(2 * n, most)]

@@ -20,6 +20,7 @@ from agent_peft.policies.engine.base import Conversation, EngineConfig
 from agent_peft.policies.engine.decoding import Decoding, Row
 from agent_peft.policies.engine.kv_cache import ROWS
 from agent_peft.policies.engine.local import LocalEngine
+from agent_peft.policies.engine.prompt_lookup import PromptLookup
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig, draw, log_distribution
@@ -29,11 +30,20 @@ STEP_TOKENS = 256  # of prompts, which are read between two decode steps
 FIRST_TOKENS = 32  # of one action, for which a row has room at first
 
 
+class Constraint(Protocol):
+    """Which tokens a reply may continue with."""
+
+    def allowed(self, action: Sequence[int], size: int) -> torch.Tensor | None:
+        """The tokens that may follow ``action``, as a mask (size,) on the CPU. None allows all."""
+        ...
+
+
 class Request(Conversation, Protocol):
     """A conversation of one action that brings its own sampling, and receives each token as it is drawn."""
 
     sampling: SamplingConfig
     alternatives: int  # likeliest tokens to report with each drawn one
+    constraint: Constraint | None  # log-probabilities are then those under its mask
     cancelled: bool  # nobody waits for it any more, so its row becomes free after the next token
 
     def take(self, place: int, token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> None:
@@ -92,7 +102,9 @@ class OpenDecoding(Decoding):
 
     def add(self, request: Request) -> None:
         """Let a request join at the next step at which there is a row for it."""
-        self.queue.append(Row(request, self._added))
+        self.queue.append(row := Row(request, self._added))
+        if request.constraint is not None:
+            row.lookup = PromptLookup(longest=0)  # a mask follows one token
         self._added += 1
 
     def advance(self) -> None:
@@ -141,6 +153,8 @@ class OpenDecoding(Decoding):
     def _draw(
         self, rows: Sequence[Row], logits: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[list[int], list[float]]:
+        for i, row in enumerate(rows):
+            self._mask(row, logits[i])
         alike: dict[tuple[float, ...], list[int]] = {}
         for i, row in enumerate(rows):
             sampling = self._sampling_of(row)
@@ -154,6 +168,19 @@ class OpenDecoding(Decoding):
             for i, token, logprob in zip(places, drawn[0].tolist(), drawn[1].tolist(), strict=True):
                 tokens[i], logprobs[i] = token, logprob
         return tokens, logprobs
+
+    def _mask(self, row: Row, logits: torch.Tensor) -> None:
+        """Take the tokens that a request does not allow out of ``logits`` (V,)."""
+        request = _request_of(row)
+        if request.constraint is None:
+            return
+        try:
+            allowed = request.constraint.allowed(row.action, len(logits))
+        except AgentPeftError as error:
+            request.fail(error)
+            return
+        if allowed is not None:
+            logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
 
 
 def _request_of(row: Row) -> Request:
