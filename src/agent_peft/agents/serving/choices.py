@@ -25,7 +25,7 @@ from agent_peft.agents.serving.conversation import Call, CalledFunction
 from agent_peft.agents.serving.prompts import EMPTY, Prompt
 from agent_peft.agents.serving.reading import Parts, ReplyReader
 from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
-from agent_peft.policies.engine.service import Service
+from agent_peft.policies.engine.service import Constraint, Service
 from agent_peft.policies.reply_text import TextStream
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -60,7 +60,9 @@ class Draw:
     ) -> None:
         self.tokens_before, self.seed, self.sampling = tuple(prompt.tokens), seed, sampling
         self.alternatives, self.streamed, self._on_change = alternatives, streamed, on_change
-        self.constraint = prompt.grammar and prompt.grammar.follow(prompt.tokens)
+        self.constraint: Constraint | None = None
+        if prompt.grammar is not None:
+            self.constraint = prompt.grammar.follow(prompt.tokens)
         self.cancelled = self.ended = False
         self.error: BaseException | None = None
         self.drawn: list[Drawn] = []

@@ -53,7 +53,12 @@ class Constraint:
 
     def __init__(self, chat: ChatTokenizer, matcher: Any, prompt: Sequence[int]) -> None:
         self._chat, self._start, self._prompt = chat, matcher, prompt
+        self._openings = self._thought_marks()
         self._begin()
+
+    def _begin(self) -> None:
+        self._matcher, self._read, self._begun = self._start.deep_copy(), 0, False
+        self._thoughts = ThinkingBudget(self._chat, sys.maxsize, self._prompt)
 
     def allowed(self, action: Sequence[int], size: int) -> torch.Tensor | None:
         """The tokens that may follow ``action``, as a mask (size,). None allows all. Raises
@@ -81,14 +86,13 @@ class Constraint:
             mask[self._openings] = True
         return mask
 
-    def _begin(self) -> None:
-        self._matcher, self._read = self._start.deep_copy(), 0
-        self._begun = False
-        self._thoughts = ThinkingBudget(self._chat, sys.maxsize, self._prompt)
+    def _thought_marks(self) -> list[int]:
+        """The tokens that may open a thought before the form: where the template has thoughts, unless the
+        prompt has closed one.
+        """
         tokens, end = self._chat.marks.tokens, set(self._prompt[-4:])
         template = str(self._chat.template or self._chat.tokenizer.chat_template)
-        # a thought may come first where the template has thoughts, unless the prompt has closed it
-        self._openings = [
+        return [
             tokens[mark]
             for mark, closing in THOUGHTS.items()
             if mark in tokens and mark in template and tokens.get(closing) not in end
@@ -100,7 +104,7 @@ def grammar_of(chat: ChatTokenizer, request: ChatRequest, dialect: str) -> Gramm
     none. What cannot be forced is an `AgentPeftError`.
     """
     forms: list[str] = []
-    schema = request.response_format and request.response_format.form
+    schema = None if request.response_format is None else request.response_format.form
     tools = request.forced or (request.offered if schema is not None else ())
     if schema is not None and not request.forced:
         forms.append(_json(schema))
@@ -162,10 +166,10 @@ def _written_call(written: NativeFormat, name: str) -> str:
 def _matcher_of(chat: ChatTokenizer, grammar: str) -> Any:
     try:
         from llguidance import LLMatcher
-    except ImportError as error:
+    except ImportError as missing:
         raise AgentPeftError(
             f"tool_choice and response_format need llguidance: {install('constraint')}"
-        ) from error
+        ) from missing
     matcher = LLMatcher(_tokens_of(chat), grammar, log_level=0)
     if error := matcher.get_error():
         raise AgentPeftError(f"the form of the reply: {' '.join(error.split())[:300]}")
