@@ -45,7 +45,7 @@ QWEN = """{%- macro one(f) %}CALL{% endmacro %}
 {% endif %}{% endif %}"""
 
 
-def policy_of(folder: Path, template: str, marks: list[str] = MARKS) -> Policy:
+def policy_of(folder: Path, template: str, marks: list[str] = MARKS, positions: int = POSITIONS) -> Policy:
     """A model that reads its place in the text, and not the text (``script``)."""
     tokenizer = character_tokenizer("".join(chr(code) for code in range(32, 127)) + "\n")
     tokenizer.add_tokens([mark for mark in marks if mark not in MARKS[:2]])
@@ -53,7 +53,7 @@ def policy_of(folder: Path, template: str, marks: list[str] = MARKS) -> Policy:
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = template
     assert len(tokenizer) <= WIDTH
-    config = GPT2Config(n_embd=WIDTH, n_layer=1, n_head=1, n_positions=POSITIONS, vocab_size=len(tokenizer),
+    config = GPT2Config(n_embd=WIDTH, n_layer=1, n_head=1, n_positions=positions, vocab_size=len(tokenizer),
                         tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
