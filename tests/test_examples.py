@@ -36,7 +36,11 @@ def test_an_example_has_at_most_thirty_lines_of_code(program):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", EXAMPLES, ids=lambda program: program.stem)
 def test_an_example_runs(program, tmp_path):
-    assert run(program, tmp_path)
+    output = run(program, tmp_path)
+    assert output
+    if program.stem == "rl_training_example":
+        *_, first, demonstrated, practiced = map(int, re.findall(r"(\d+)%", output.splitlines()[-1]))
+        assert first < demonstrated < practiced
 
 
 @pytest.mark.slow

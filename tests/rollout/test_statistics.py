@@ -21,7 +21,7 @@ from agent_peft.rollout.intervals import (
     t95,
     wilson_interval,
 )
-from agent_peft.rollout.report_tables import skill_table, table
+from agent_peft.rollout.report_tables import table, tables
 from agent_peft.rollout.statistics import EvaluationReport, paired_test, summarize
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
 
@@ -291,7 +291,9 @@ def test_tables_show_what_was_found():
     assert "+80.0 (" in text
     assert "0.021" in text  # 2 (1 + 10) / 2**10
     assert "after [sft]" in text
-    assert "insert" in shown(skill_table({"base": base, "after [sft]": sft}))
+    assert len(tables({"base": base})) == 1, "a table of one skill repeats the first table"
+    (_, by_skill) = tables({"base": base, "after [sft]": report([True] * 9 + [False], ("delete",))})
+    assert "insert" in shown(by_skill)
     assert "other tasks" in shown(table({"base": base, "after sft": report([True])}))
     assert base.summary == "success 10.0% (2–40) on 10 tasks"
 

@@ -251,8 +251,7 @@ class Collector:
         if cut and len(trajectories) > 1 and not self._cut:
             self._cut = True
             logger.warning(
-                "all %d episodes were cut by %s, before the environment ended them; raise it, or see with "
-                "agent-peft show what takes so long",
+                "all %d episodes were cut by %s; raise it, or see with agent-peft show what takes so long",
                 len(trajectories),
                 " and ".join(limits),
             )

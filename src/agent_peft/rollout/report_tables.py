@@ -14,9 +14,9 @@ from agent_peft.types import AgentPeftError
 
 
 def tables(reports: Mapping[str, EvaluationReport]) -> list[Table]:
-    """Return the table of reports, and that of their skills where episodes were measured."""
-    outcomes = {name: report for name, report in reports.items() if report.success is not None}
-    return [table(reports), *([skill_table(outcomes)] if outcomes else [])]
+    """Return the table of reports, and that of their skills where there is more than one."""
+    skills = {skill for report in reports.values() for skill in report.by_skill}
+    return [table(reports), *([_skill_table(reports, sorted(skills))] if len(skills) > 1 else [])]
 
 
 def table(reports: Mapping[str, EvaluationReport]) -> Table:
@@ -76,12 +76,11 @@ def _with_others(rows: Table, reports: Mapping[str, EvaluationReport]) -> Table:
     return rows
 
 
-def skill_table(reports: Mapping[str, EvaluationReport]) -> Table:
+def _skill_table(reports: Mapping[str, EvaluationReport], skills: Sequence[str]) -> Table:
     """Return a table of the success rates by skill (the first of a task), one column for each report."""
-    columns = list(reports.values())
     rows = _table("success by skill (95 % interval)", reports, "tasks")
-    for skill in sorted({skill for report in columns for skill in report.by_skill}):
-        rates = [report.by_skill.get(skill) for report in columns]
+    for skill in skills:
+        rates = [report.by_skill.get(skill) for report in reports.values()]
         counts = "/".join(sorted({str(rate.tasks) for rate in rates if rate is not None}))
         rows.add_row(Text(skill), counts, *("" if rate is None else rate.percent for rate in rates))
     return rows
