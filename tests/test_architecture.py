@@ -35,6 +35,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "heap",
             "replies",
             "search_path",
+            "supervisor",
             "version",
         ),
     ),

@@ -44,7 +44,7 @@ def launch(
     from agent_peft.launch.cluster import LOOPBACK, TOKEN, parts_of, read_cluster, token_of
     from agent_peft.launch.manifests import kubernetes_manifest, skypilot_task
     from agent_peft.launch.slurm import batch_script
-    from agent_peft.launch.supervisor import Supervisor
+    from agent_peft.supervisor import Supervisor
 
     config, run = read_cluster(cluster)
     servers, learner = parts_of(config, run, tuple(hosts.split(",")) if hosts else (LOOPBACK,))

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from agent_peft.configuration import yaml12
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, read_text
+from agent_peft.supervisor import Part
 from agent_peft.types import AgentPeftError
 
 TOKEN = "AGENT_PEFT_CLUSTER_TOKEN"  # environment variable of all parts
@@ -136,25 +136,6 @@ class ClusterConfig(Config):
         if self.samplers is not None and self.learner.ranks > 1:
             raise ValueError("learner.ranks: servers sample for one trainer process; set it to 1")
         return self
-
-
-@dataclass(frozen=True)
-class Part:
-    """One process of a cluster.
-
-    Attributes:
-        name: such as sampler-0, the name of its log, too.
-        health: the address that answers when it is ready; None for the trainer.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    threads: int | None = None
-    health: str | None = None
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
 
 
 def read_cluster(path: Path) -> tuple[ClusterConfig, TrainConfig]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from agent_peft.launch.cluster import ClusterConfig, Part
+from agent_peft.launch.cluster import ClusterConfig
+from agent_peft.supervisor import Part
 from agent_peft.types import AgentPeftError
 
 # the trainer's node creates a file at its end, at which the others end: SkyPilot waits for all of them

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from agent_peft.launch.cluster import ClusterConfig, Part
+from agent_peft.launch.cluster import ClusterConfig
+from agent_peft.supervisor import Part
 
 SCRIPT = """\
 #!/bin/bash

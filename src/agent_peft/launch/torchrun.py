@@ -5,7 +5,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from agent_peft.launch.supervisor import FINAL
+from agent_peft.supervisor import FINAL
 
 
 def run() -> None:

@@ -11,10 +11,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from agent_peft.child_processes import end_with_parent
-from agent_peft.launch.cluster import Part
 from agent_peft.printable import printable
 from agent_peft.types import InfrastructureError
 
@@ -27,6 +27,25 @@ FINAL = (2, 3)  # exit codes of agent-peft for bad input and failed checks: anot
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of a cluster.
+
+    Attributes:
+        name: such as sampler-0, the name of its log, too.
+        health: the address that answers when it is ready; None for the trainer.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    threads: int | None = None
+    health: str | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
 
 
 class Keeper:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.launch.cluster import Part
-from agent_peft.launch.supervisor import Supervisor
+from agent_peft.supervisor import Part, Supervisor
 from agent_peft.types import InfrastructureError
 
 SERVER = """
@@ -188,7 +187,7 @@ def test_a_program_that_is_not_there(supervise) -> None:
 
 
 def test_stop_ends_what_ignores_it(supervise, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_peft.launch.supervisor.GRACE", 0.5)
+    monkeypatch.setattr("agent_peft.supervisor.GRACE", 0.5)
     ignores = learner("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)")
     supervisor, _ = supervise(learner=ignores)
     threading.Timer(1.0, supervisor.stop).start()
@@ -200,8 +199,7 @@ def test_stop_ends_what_ignores_it(supervise, monkeypatch: pytest.MonkeyPatch) -
 def test_a_supervisor_that_is_killed_leaves_nobody(server: Part, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from agent_peft.launch.cluster import Part
-from agent_peft.launch.supervisor import Supervisor
+from agent_peft.supervisor import Part, Supervisor
 def report(line):
     if "started" in line:
         print(supervisor.keepers[0].process.pid, flush=True)
