@@ -4,18 +4,13 @@ they cannot be had.
 
 from __future__ import annotations
 
-import array
 import gc
-import json
 import os
-import select
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +29,8 @@ from agent_peft.policies.models import bundled
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.rollout import evaluation
 from agent_peft.types import AgentPeftError
+
+from .warm_process import ForkedProgram
 
 torch.set_num_threads(1)
 
@@ -213,61 +210,11 @@ def run_contents() -> Callable[[Path], dict[str, bytes]]:
     return contents
 
 
-class ForkedProgram:
-    """A program in a fork of a warm process: what is used here of ``subprocess.Popen``."""
-
-    def __init__(
-        self,
-        place: str,
-        command: list[str],
-        folder: Path,
-        environment: Mapping[str, str],
-        output: IO[Any],
-        errors: IO[Any],
-    ) -> None:
-        self.command, self.returncode = command, None
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(place)
-        request = {"command": command, "folder": str(folder), "environment": dict(environment)}
-        files = array.array("i", [output.fileno(), errors.fileno()])
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
-        self._socket.sendmsg([json.dumps(request).encode()], ancillary)
-        self.pid = self._number()
-
-    def _number(self) -> int:
-        digits = b""
-        while not digits.endswith(b"\n"):
-            digits += (digit := self._socket.recv(1))
-            assert digit, "the warm process has ended"
-        return int(digits)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._socket], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.command, timeout or 0.0)
-            self.returncode = self._number()
-            self._socket.close()
-        return self.returncode
-
-    def poll(self) -> int | None:
-        try:
-            return self.wait(0)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 class WarmProcess:
     """Runs ``python PROGRAM`` and ``python -m MODULE`` without the seconds that torch takes to import."""
 
     def __init__(self, place: str) -> None:
-        self._place = place
+        self.place = place
 
     def start(
         self, *command: str, folder: Path, output: IO[Any], errors: IO[Any] | None = None, **variables: str
@@ -278,7 +225,7 @@ class WarmProcess:
             variables: of its environment, next to ours.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        return ForkedProgram(self._place, [*command], folder, environment, output, errors or output)
+        return ForkedProgram(self.place, [*command], folder, environment, output, errors or output)
 
     def run(self, *command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:

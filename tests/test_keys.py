@@ -83,7 +83,11 @@ ENVIRONMENT_OF = {
     "openenv": {"kind": "openenv", "url": "http://localhost:1", "num_tasks": 3},
     "remote": {"kind": "remote", "url": "http://localhost:1", "examples": 1},
 }
-ENGINE_OF = {"local": {"kind": "local"}, "server": {"kind": "server", "urls": ["http://localhost:1"]}}
+ENGINE_OF = {
+    "local": {"kind": "local"},
+    "server": {"kind": "server", "urls": ["http://localhost:1"]},
+    "vllm": {"kind": "vllm", "python": "no-such-python"},
+}
 TERM_OF = {
     "custom": {"kind": "own:term", "weight": 2.0},
     "length_penalty": {"kind": "length_penalty", "target_tokens": 5},
@@ -93,6 +97,7 @@ OTHER_KIND = {
     "policy:pretrained": POLICY_OF["scratch"],
     "engine:local": ENGINE_OF["server"],
     "engine:server": ENGINE_OF["local"],
+    "engine:vllm": ENGINE_OF["server"],
     "environment": ENVIRONMENT_OF["openenv"],
     "environment:openenv": ENVIRONMENT_OF["arithmetic"],
     "stages.algorithm": {"kind": "reinforce"},
@@ -150,6 +155,8 @@ NAMED: dict[str, str] = {
     "environment.reset": "{path}={{level: 3}}",
     "engine.schedule": "{path}=tasks.json",
     "engine.urls": "{path}=['http://localhost:2']",
+    "engine.arguments": "{path}=[--enforce-eager]",
+    "engine.variables": "{path}={{CUDA_VISIBLE_DEVICES: '1'}}",
     "evaluation.at": "{path}=[start]",
     "evaluation.attempts": "{path}=2 evaluation.sampling.temperature=1",
     "evaluation.sampling.stop": "{path}=[x]",

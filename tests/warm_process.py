@@ -13,8 +13,61 @@ import select
 import signal
 import socket
 import stat
+import subprocess
 import sys
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+
+class ForkedProgram:
+    """A program in a fork of a warm process: what is used here of ``subprocess.Popen``."""
+
+    def __init__(
+        self,
+        place: str,
+        command: list[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: IO[Any],
+        errors: IO[Any],
+    ) -> None:
+        self.command, self.returncode = command, None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(place)
+        request = {"command": command, "folder": str(folder), "environment": dict(environment)}
+        files = array.array("i", [output.fileno(), errors.fileno()])
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
+        self._socket.sendmsg([json.dumps(request).encode()], ancillary)
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        digits = b""
+        while not digits.endswith(b"\n"):
+            digits += (digit := self._socket.recv(1))
+            assert digit, "the warm process has ended"
+        return int(digits)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.command, timeout or 0.0)
+            self.returncode = self._number()
+            self._socket.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def asked(path: str) -> dict[str, Any]:

@@ -214,7 +214,9 @@ class Supervisor:
             if keeper.starts == 1 and code in FINAL:  # a later one may be a port that is not free yet
                 raise InfrastructureError(line)
             if keeper.starts > self.restarts:
-                raise InfrastructureError(f"{line}; it was started {keeper.starts} times (restarts)")
+                often = f"; it was started {keeper.starts} times (restarts)" if keeper.starts > 1 else ""
+                raise InfrastructureError(line + often)
+            keeper.kill(now)  # what it has started may live, and hold a port or a GPU
             pause = min(LONGEST_WAIT, 2.0 ** (keeper.starts - 1) / 2)
             keeper.due = now + pause
             self.report(f"{line}; started again in {pause:g} s")

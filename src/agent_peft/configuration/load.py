@@ -51,7 +51,7 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, dump, leaves, parse, plain
 from agent_peft.environments import ENVIRONMENTS
 from agent_peft.files import write_atomic
-from agent_peft.policies.engine.base import EngineConfig, ServerEngineConfig
+from agent_peft.policies.engine.base import EngineConfig, ServerEngineConfig, VllmEngineConfig
 from agent_peft.policies.models.start import START
 from agent_peft.training.stage import unused_keys
 from agent_peft.types import AgentPeftError
@@ -60,13 +60,13 @@ logger = logging.getLogger(__name__)
 
 _ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AnyAlgorithm)
 
+ENGINES = (EngineConfig, ServerEngineConfig, VllmEngineConfig)
 # The keys that have an effect on a command that does not train; one stands for all keys below it.
 EFFECTIVE: Mapping[str, tuple[str, ...]] = {
     "evaluate": (
         *("seed", "threads", "policy.model", "policy.device", "policy.dtype"),
         # nothing is recorded, so no schedule is followed
-        *(f"engine.{key}" for key in EngineConfig.model_fields if key != "schedule"),
-        *(f"engine.{key}" for key in ServerEngineConfig.model_fields),
+        *(f"engine.{key}" for engine in ENGINES for key in engine.model_fields if key != "schedule"),
         *(f"evaluation.{key}" for key in ("environment", "attempts", "num_tasks", "sampling")),
     ),
     "merge": ("policy.model", "policy.device"),

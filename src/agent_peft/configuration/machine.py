@@ -21,6 +21,8 @@ from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.hardware import choose_threads, has_bf16, total_memory
 from agent_peft.lookup import install
 from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine.base import VllmEngineConfig
+from agent_peft.policies.engine.vllm import planned
 from agent_peft.policies.memory import in_words
 from agent_peft.policies.models.bundled import BUNDLED, cached
 from agent_peft.sandbox.build import describe_sandbox
@@ -60,6 +62,8 @@ def needs(config: TrainConfig) -> dict[str, str]:
     found = {}
     if isinstance(config.policy, PretrainedConfig):
         found["model"] = f"{config.policy.model}: {_model(config.policy.model)}"
+    if isinstance(config.engine, VllmEngineConfig):
+        found["engine"] = planned(config.engine, config.policy)
     found |= _sandbox("environment", config.environment)
     if config.evaluation is not None:
         found |= _sandbox("evaluation.environment", config.evaluation.environment)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.agents.serving.answers import CompletionBody
+from agent_peft.child_processes import start_of
+from agent_peft.configuration import yaml12
 from agent_peft.configuration.load import load_config
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies import adapters
@@ -553,6 +558,90 @@ def test_a_failure_ends_the_other_conversations_soon(pool, learner, sampler_of):
     with pytest.raises(ValueError, match="planted"):
         sampler.generate(talks, SHORT)
     assert len(talks[1].actions) < 10_000
+
+
+# -- a vLLM of the trainer's own, whose place a double takes -------------------------------------------------
+
+
+@pytest.fixture
+def vllm(warm_process, tmp_path) -> Callable[..., dict[str, Any]]:
+    """``vllm(key=…)``: the keys of the engine, with the double as its Python."""
+    python, double = tmp_path / "python", Path(__file__).parents[2] / "vllm_double.py"
+    start = f"import runpy; runpy.run_path({str(double)!r}, run_name='__main__')"
+    python.write_text(f"#!{sys.executable} -S\n{start}\n")
+    python.chmod(0o755)
+    variables = {"WARM_PROCESS": warm_process.place, "PROGRAM": str(tmp_path / "program")}
+    return lambda **keys: {"kind": "vllm", "python": str(python), "variables": variables, **keys}
+
+
+def lives(pid: int) -> bool:
+    return start_of(pid) is not None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_vllm_that_is_killed_between_steps_is_started_again_and_changes_no_byte(
+    vllm, pool, learner, sampler_of, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    theirs = learner()
+    keys = {"algorithm": {"kind": "reinforce"}}  # whose gradient has no rounding of the sampler's
+    expected = list(trainer_of(theirs, sampler_of(theirs, pool()), **keys))
+    policy, killed, steps = learner(), [], []
+    with closing(load_sampler(policy, vllm())) as sampler:
+        for step in trainer_of(policy, sampler, **keys):
+            steps.append(step)
+            if len(steps) < 3:
+                killed.append(int((tmp_path / "program").read_text()))
+                if len(steps) == 2:
+                    os.kill(killed[-1], signal.SIGKILL)
+        last = int((tmp_path / "program").read_text())
+        assert killed[0] == killed[1] != last and lives(last)
+    assert "vllm: ended with signal 9" in caplog.text and "vllm: answers after" in caplog.text
+    for one, other in zip(steps, expected, strict=True):
+        assert [t.tokens for t in one.trajectories] == [t.tokens for t in other.trajectories]
+        assert one.metrics["mismatch_max"] < policy.rounding
+    assert adapters.digest(policy.model) == adapters.digest(theirs.model)
+    wait_until(lambda: not lives(last))
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_trainer_that_is_killed_leaves_no_vllm(vllm, models, warm_process, tmp_path):
+    sums, file = {"kind": "arithmetic", "digits": 1, "num_tasks": 4}, tmp_path / "train.yaml"
+    policy = {"kind": "pretrained", "model": str(models(0)), "dtype": "float32", "device": "cpu"}
+    policy |= {"lora": {"rank": 4}}
+    content = {"run_dir": "run", "policy": policy, "environment": sums, "engine": vllm(), **STAGE}
+    file.write_text(yaml12.dump(content))
+    with (tmp_path / "output").open("w") as output:
+        trainer = warm_process.start("-m", "agent_peft", "train", str(file), folder=tmp_path, output=output)
+    wait_until(lambda: (tmp_path / "program").exists() or trainer.poll() is not None)
+    program = int((tmp_path / "program").read_text())
+    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() or trainer.poll() is not None)
+    assert lives(program)
+    trainer.kill()
+    trainer.wait(30)
+    wait_until(lambda: not lives(program))
+
+
+def test_a_vllm_that_cannot_start(vllm, learner, models):
+    policy = learner()
+    with pytest.raises(InfrastructureError) as failure:
+        load_sampler(policy, vllm(arguments=["--fail", "no GPU here"]))
+    line = str(failure.value)
+    log = re.fullmatch(r"vllm: ended with exit code 1; the last line of (\S+): no GPU here", line)
+    assert log and Path(log[1]).read_text() == "no GPU here\n"
+    with pytest.raises(AgentPeftError, match=r"/nowhere/bin/python cannot be .* python3 -m venv /nowhere &&"):
+        load_sampler(policy, vllm(python="/nowhere/bin/python"))
+    with pytest.raises(AgentPeftError, match=r"has no vLLM; install it with: \S+ -m pip install 'vllm>="):
+        load_sampler(policy, vllm(python=sys.executable))
+    with pytest.raises(AgentPeftError, match=r"set policy\.lora"):
+        load_sampler(load_policy(str(models(0)), lora=None, device="cpu"), vllm())
 
 
 # -- the server's side ---------------------------------------------------------------------------------------

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agent_peft.config import validated
-from agent_peft.policies.engine.base import AnyEngine, EngineConfig, Sampler, ServerEngineConfig
+from agent_peft.policies.engine.base import (
+    AnyEngine,
+    EngineConfig,
+    Sampler,
+    ServerEngineConfig,
+    VllmEngineConfig,
+)
 
 if TYPE_CHECKING:
     from agent_peft.policies.policy import Policy
@@ -24,6 +30,10 @@ def load_sampler(policy: Policy, config: AnyEngine | Mapping[str, Any] | None = 
         from agent_peft.policies.engine.server import ServerSampler
 
         return ServerSampler(policy, validated(ServerEngineConfig, keys, "engine"))
+    if kind == "vllm":
+        from agent_peft.policies.engine.vllm import VllmSampler
+
+        return VllmSampler(policy, validated(VllmEngineConfig, keys, "engine"))
     from agent_peft.policies.engine.local import LocalEngine
 
     return LocalEngine(policy, validated(EngineConfig, keys, "engine"))

@@ -27,6 +27,9 @@ EnvironmentSeconds = Annotated[
         "incorrect (timeout), and one whose start does begins again; null waits for ever, with a warning",
     ),
 ]
+# keys of every kind of server
+Rows = Annotated[int, Field(ge=1, description="conversations at once, on all servers together")]
+Timeout = Annotated[float, Field(gt=0, description="time limit of one answer in seconds")]
 
 
 class EngineConfig(Config):
@@ -88,13 +91,13 @@ class ServerEngineConfig(Config):
         default=None,
         description="name of the environment variable that holds the servers' token; null sends none",
     )
-    rows: int = Field(default=64, ge=1, description="conversations at once, on all servers together")
+    rows: Rows = 64
     seeded: bool = Field(
         default=True,
         description="send each reply's seed, so that a run repeats up to rounding; false where a server "
         "fails with seeds, such as vLLM on a CPU",
     )
-    timeout: float = Field(default=300.0, gt=0, description="time limit of one answer in seconds")
+    timeout: Timeout = 300.0
     patience: float = Field(
         default=60.0, ge=0, description="seconds for which a server that does not answer is tried again"
     )
@@ -103,12 +106,46 @@ class ServerEngineConfig(Config):
     schedule: ClassVar[None] = None  # a server's decode steps are not recorded
 
 
+class VllmEngineConfig(Config):
+    """Sampling on a vLLM that the trainer starts on its own machine, keeps running, and ends."""
+
+    kind: Literal["vllm"] = "vllm"
+    python: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+        description="interpreter of the environment that vLLM is installed in, such as vllm/bin/python; its "
+        "packages are not the trainer's"
+    )
+    arguments: tuple[str, ...] = Field(
+        default=(),
+        description="more arguments of vllm serve, such as [--gpu-memory-utilization, '0.4'] for a GPU that "
+        "the trainer uses, too; they replace those that the engine sets",
+    )
+    variables: dict[str, str] = Field(
+        default={}, description="environment variables of vLLM, such as {CUDA_VISIBLE_DEVICES: '1'}"
+    )
+    ready: float = Field(
+        default=600.0, gt=0, description="seconds within which vLLM must answer after a start"
+    )
+    restarts: int = Field(default=10, ge=0, description="how often vLLM is started again after it has ended")
+    rows: Rows = 64
+    seeded: bool | None = Field(
+        default=None,
+        description="send each reply's seed, so that a run repeats up to rounding; null is true, and false "
+        "for a vLLM that is built for the CPU, which fails with seeds",
+    )
+    timeout: Timeout = 300.0
+    environment_seconds: EnvironmentSeconds = None
+
+    schedule: ClassVar[None] = None
+
+
 def _kind_of(engine: Any) -> Any:
     return engine.get("kind", "local") if isinstance(engine, Mapping) else getattr(engine, "kind", None)
 
 
 AnyEngine = Annotated[
-    Annotated[EngineConfig, Tag("local")] | Annotated[ServerEngineConfig, Tag("server")],
+    Annotated[EngineConfig, Tag("local")]
+    | Annotated[ServerEngineConfig, Tag("server")]
+    | Annotated[VllmEngineConfig, Tag("vllm")],
     Discriminator(_kind_of),
 ]
 

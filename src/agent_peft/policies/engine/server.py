@@ -23,6 +23,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from agent_peft.addresses import read_token
 from agent_peft.files import sync
 from agent_peft.policies import adapters
 from agent_peft.policies.engine.base import Conversation, EngineStatistics, NewRow, ServerEngineConfig
@@ -44,12 +45,18 @@ GRACE = 5.0  # seconds for conversations that are under way when another one fai
 
 
 class ServerSampler:
-    """A ``Sampler`` over a pool of servers that hold the policy's base model."""
+    """A ``Sampler`` over a pool of servers that hold the policy's base model.
 
-    def __init__(self, policy: Policy, config: ServerEngineConfig) -> None:
+    Args:
+        token: the servers' secret; None takes it from the variable that ``config.token`` names, if any.
+    """
+
+    def __init__(self, policy: Policy, config: ServerEngineConfig, token: str | None = None) -> None:
         self.model = refuse_adapter(policy)
         self.policy, self.config = policy, config
-        self.servers = [ServerClient(url, config, policy.chat) for url in config.urls]
+        if config.token is not None:
+            token = read_token(config.token)
+        self.servers = [ServerClient(url, config, policy.chat, token, self.fault) for url in config.urls]
         self.canary = Canary(policy)
         for server in self.servers:
             self.canary.prove_base(server)
@@ -67,6 +74,10 @@ class ServerSampler:
     @property
     def chat(self) -> ChatTokenizer:
         return self.policy.chat
+
+    def fault(self) -> str | None:
+        """Why no server will answer again; None where somebody else keeps them running."""
+        return None
 
     def publish(self) -> Version:
         """Bring the present adapter to every server, unless it is there."""

@@ -36,13 +36,13 @@ QUESTION = Message("user", "1+1=")
 def refuse_adapter(policy: Policy) -> PeftModel:
     """The model of a policy whose adapter every server applies as a whole."""
     if not policy.has_adapter:
-        raise AgentPeftError("engine.kind: server sends an adapter to servers; set policy.lora, or local")
+        raise AgentPeftError("engine.kind: servers sample with an adapter; set policy.lora, or local")
     model = cast(PeftModel, policy.model)
     config = cast(LoraConfig, model.peft_config[adapters.ADAPTER])
     head, saved = isinstance(policy.head, LoraLayer), config.modules_to_save
     if head or saved or config.use_dora or config.bias != "none":
         raise AgentPeftError(
-            "engine.kind: server: servers drop in silence what an adapter trains of the output layer, whole "
+            "engine.kind: servers drop in silence what an adapter trains of the output layer, whole "
             "modules, biases or DoRA; leave it out of policy.lora"
         )
     return model

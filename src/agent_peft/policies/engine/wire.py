@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from agent_peft.addresses import is_loopback, read_token
+from agent_peft.addresses import is_loopback
 from agent_peft.policies.engine.base import ServerEngineConfig
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -56,18 +56,30 @@ class _NoRedirect(HTTPRedirectHandler):
 class ServerClient:
     """One server. Threads may share it.
 
+    Args:
+        token: the secret that the server asks for.
+        fault: why the server will not answer again; None while it may.
+
     Attributes:
         base: the name of the base model there.
         max_tokens: the most tokens of a prompt and its reply; 0 where the server does not list a limit.
         recovery: held while an adapter is loaded again.
     """
 
-    def __init__(self, url: str, config: ServerEngineConfig, chat: ChatTokenizer) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: ServerEngineConfig,
+        chat: ChatTokenizer,
+        token: str | None,
+        fault: Callable[[], str | None],
+    ) -> None:
+        self.fault = fault
         self.url, self.timeout, self.patience, self.chat = url, config.timeout, config.patience, chat
         self.recovery = threading.Lock()
         self._headers = {"content-type": "application/json"}
-        if config.token is not None:
-            self._headers["authorization"] = f"Bearer {read_token(config.token)}"
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
         local = is_loopback(urlsplit(url).hostname or "")
         self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if local else []))
         cards, name = self.models(), config.model
@@ -178,6 +190,8 @@ class ServerClient:
             try:
                 return self._send(path, body)
             except _NoAnswer as error:
+                if (fault := self.fault()) is not None:
+                    raise InfrastructureError(fault) from error
                 end = min(end, time.monotonic() + self.patience)
                 if not repeat or time.monotonic() + pause > end:
                     waited = f" for {self.patience:g} s" if repeat else ""
