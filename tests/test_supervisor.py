@@ -94,6 +94,20 @@ if starts < 2:
     assert sum(line.startswith("learner: ended with signal 9") for line in lines) == 2
 
 
+def test_what_a_killed_part_has_started_is_killed_before_it_starts_again(supervise, tmp_path: Path) -> None:
+    code = f"""
+import subprocess
+place = pathlib.Path({str(tmp_path / "child")!r})
+if place.exists():
+    state = pathlib.Path(f"/proc/{{place.read_text()}}/stat")
+    sys.exit(2 * (state.exists() and ") Z" not in state.read_text()))
+place.write_text(str(subprocess.Popen(["sleep", "99"]).pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    supervisor, lines = supervise(learner=learner(code))
+    assert supervisor.run() == 0 and len(lines) == 3
+
+
 @pytest.mark.parametrize(("error", "code"), [("AgentPeftError", 2), ("TrustError", 3)])
 def test_what_a_restart_does_not_mend_is_not_tried_again(supervise, error: str, code: int) -> None:
     """The trainer is our command line, with the error planted."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +53,23 @@ def test_in_a_pipe_each_value_is_one_line_whatever_the_columns(explained, monkey
     assert rows["policy.model"][:2] == ['"smollm2-135m"', "c.yaml:2"]
     others = explained("c.yaml", "run_dir=a_much_longer_name_of_a_directory_than_before", "seed=3")
     assert {name for name in rows if rows[name] != others[name]} == {"run_dir"}, "no line depends on another"
+
+
+def test_the_vllm_that_would_be_started(explained, tmp_path):
+    python = tmp_path / "bin" / "python"
+    keys = ["c.yaml", "engine.kind=vllm", f"engine.python={python}", "policy.dtype=float32"]
+    venv = f"python3 -m venv {tmp_path} && {python} -m pip install 'vllm>=0.32'"
+    assert explained(*keys)["needs engine"][0].endswith(f"cannot be started; install it with: {venv}")
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 0.33.0\n")
+    python.chmod(0o755)
+    started = explained(*keys, "policy.lora.rank=17", "engine.arguments=[--enforce-eager]")["needs engine"][0]
+    assert started.startswith("vLLM 0.33.0: env PYTHONPATH= ") and started.endswith(" --enforce-eager")
+    assert f" {python} -m vllm.entrypoints.cli.main serve smollm2-135m " in started
+    assert " --dtype float32 " in started and " --max-lora-rank 32 " in started
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    documented = page.partition("\nVLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve")[2].partition("```")[0]
+    assert set(re.findall(r"--[a-z-]+", documented)) <= set(started.split())
 
 
 def test_what_a_lag_means(explained):

@@ -28,8 +28,11 @@ from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticC
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import ServerEngineConfig
 from agent_peft.policies.engine.server import ServerSampler
+from agent_peft.policies.engine.server_proofs import Canary
 from agent_peft.policies.engine.service import OpenDecoding, Service
+from agent_peft.policies.engine.wire import ServerClient
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
@@ -507,6 +510,19 @@ def test_an_adapter_unloaded_during_a_conversation_is_loaded_and_proven_again(po
         sampler.generate([Talk(0)], SHORT)
 
 
+def test_a_server_that_is_started_again_during_a_proof(pool, learner, sampler_of, monkeypatch):
+    lost, prove = [], Canary.prove
+
+    def losing(self, server, version, before):
+        if len(lost) < 1:
+            lost.append(version.name)
+            server.unload_adapter(version.name)
+        prove(self, server, version, before)
+
+    monkeypatch.setattr(Canary, "prove", losing)
+    assert lost == [sampler_of(learner(), pool()).version.name]
+
+
 def test_a_server_killed_in_a_request(processes, learner, sampler_of):
     url, process = processes()
     other, _ = processes()
@@ -622,7 +638,6 @@ def test_a_trainer_that_is_killed_leaves_no_vllm(vllm, models, warm_process, tmp
         trainer = warm_process.start("-m", "agent_peft", "train", str(file), folder=tmp_path, output=output)
     wait_until(lambda: (tmp_path / "program").exists() or trainer.poll() is not None)
     program = int((tmp_path / "program").read_text())
-    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() or trainer.poll() is not None)
     assert lives(program)
     trainer.kill()
     trainer.wait(30)
@@ -642,6 +657,14 @@ def test_a_vllm_that_cannot_start(vllm, learner, models):
         load_sampler(policy, vllm(python=sys.executable))
     with pytest.raises(AgentPeftError, match=r"set policy\.lora"):
         load_sampler(load_policy(str(models(0)), lora=None, device="cpu"), vllm())
+    with pytest.raises(InfrastructureError, match=r"^vllm: ended$"):  # soon, and not after its patience
+        ServerClient(
+            "http://127.0.0.1:9",
+            ServerEngineConfig(urls=("http://127.0.0.1:9",)),
+            policy.chat,
+            None,
+            lambda: "vllm: ended",
+        )
 
 
 # -- the server's side ---------------------------------------------------------------------------------------

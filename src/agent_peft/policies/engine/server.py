@@ -115,9 +115,14 @@ class ServerSampler:
                 "run the same command again"
             ) from error
 
-    def _install(self, server: ServerClient, version: Version) -> None:
+    def _install(self, server: ServerClient, version: Version, again: bool = True) -> None:
         server.load_adapter(version.name, str(version.folder))
-        self.canary.prove(server, version, self.version)
+        try:
+            self.canary.prove(server, version, self.version)
+        except UnknownModelError:  # it was started again meanwhile
+            if not again:
+                raise
+            self._install(server, version, again=False)
 
     def _retire(self, version: Version) -> None:
         """Unload a version, then remove its files: a server may read those of a loaded adapter again."""

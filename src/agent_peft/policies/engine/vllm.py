@@ -115,7 +115,7 @@ def planned(config: VllmEngineConfig, policy: PretrainedConfig | ScratchConfig) 
         port="PORT",
     )
     variables = vllm_variables(config, "TOKEN").items()
-    return f"vLLM {version}: {shlex.join([*(f'{name}={value}' for name, value in variables), *command])}"
+    return f"vLLM {version}: {shlex.join(['env', *(f'{key}={value}' for key, value in variables), *command])}"
 
 
 def _model_of(policy: Policy) -> str:
@@ -136,7 +136,7 @@ def _free_port() -> int:
 
 
 class VllmSampler(ServerSampler):
-    """A ``Sampler`` over a vLLM in a process of its own, with a log in a temporary folder."""
+    """A ``Sampler`` over a vLLM in another process, whose log is in a temporary folder."""
 
     def __init__(self, policy: Policy, config: VllmEngineConfig) -> None:
         layers = adapters.lora_layers(refuse_adapter(policy))
