@@ -35,6 +35,13 @@ from .warm_process import ForkedProgram
 torch.set_num_threads(1)
 
 
+def case(*values: Any, fast: bool, name: str | None = None) -> Any:
+    """Parameters of a test, which are slow unless ``fast``. A product of several lists shows most of what it
+    shows in few rows, where each value is in one; all rows are run by ``make test-slow``.
+    """
+    return pytest.param(*values, marks=[pytest.mark.slow] * (not fast), id=name)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported while tests are collected stays: no search for garbage looks at it, then or later."""

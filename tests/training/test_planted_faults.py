@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from agent_peft.training import trainer as trainer_module
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import TrustError
+from tests.conftest import case
 
 DTYPES = ("float32", "bfloat16")
 TASKS = {"kind": "db_bench", "generate": {"num_tasks": 8, "skills": ["insert"]}, "max_turns": 2}
@@ -150,18 +152,19 @@ def test_without_a_fault_nothing_stops(make, dtype):
     assert all(0 <= metrics["mismatch_k3"] < bound for metrics in steps)
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+SETTINGS = [*((dtype, 1.0, 8) for dtype in DTYPES), ("bfloat16", 0.3, 8), ("bfloat16", 0.1, 128)]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "temperature", "alpha"),
+    ("dtype", "temperature", "alpha", "fault"),
     [
-        *((dtype, 1.0, 8) for dtype in DTYPES),
-        pytest.param("bfloat16", 0.3, 8, marks=pytest.mark.slow),
-        ("bfloat16", 0.1, 128),
+        case(*setting, fault, fast=setting[1] == 1 or (fault == "a_tenth_missing" and setting[1] == 0.1))
+        for setting, fault in product(SETTINGS, FAULTS)
     ],
 )
 def test_a_fault_stops_the_run(make, monkeypatch, dtype, temperature, alpha, fault):
     trainer = make(dtype, temperature, alpha)
-    fault(monkeypatch)
+    FAULTS[fault](monkeypatch)
     with pytest.raises(TrustError) as raised:
         list(trainer)
     assert "\n" not in str(raised.value)

@@ -287,14 +287,10 @@ def test_every_epoch_leaves_an_adapter_and_its_statistics(config):
     assert evaluate_target(config.run_dir, checkpoint="step_000003").summary
 
 
-@pytest.mark.parametrize(
-    "done", [1, 2, 4]
-)  # before the first step with a critic, between two, and after the last
-def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run_contents, tmp_path, done):
+def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run_contents, tmp_path):
     train(config)
     expected = run_contents(config.run_dir)
-    shutil.rmtree(config.run_dir)
-    saved = runs.save_checkpoint
+    saved, done = runs.save_checkpoint, 0
 
     def killed(root, step, *more, **options):
         path = saved(root, step, *more, **options)
@@ -302,11 +298,12 @@ def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run
             raise KeyboardInterrupt
         return path
 
-    monkeypatch.setattr(runs, "save_checkpoint", killed)
-    with pytest.raises(KeyboardInterrupt):
+    for done in (1, 2, 4):  # before the first step with a critic, between two, and after the last
+        shutil.rmtree(config.run_dir)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(runs, "save_checkpoint", killed)
+            train(config)
         train(config)
-    monkeypatch.setattr(runs, "save_checkpoint", saved)
-    train(config)
-    found = run_contents(config.run_dir)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if found[name] != expected[name]] == []
+        found = run_contents(config.run_dir)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == [], done

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 
 MakePolicy = Callable[..., Policy]
 SAMPLING = SamplingConfig(max_new_tokens=6, max_tokens=200)
@@ -114,8 +116,13 @@ def flat(talk: Talk) -> list[float]:
 # -- prompts that come one after the other -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        case(kind, rows, fast=(kind == "gpt2") == (rows == 1))
+        for kind, rows in product(["llama", "gpt2", "gemma2"], [1, 3, 64])
+    ],
+)
 def test_prompts_share_what_they_begin_with_and_no_more(kind, rows, make_policy):
     policy, conversations = make_policy(kind, lora=kind != "gpt2"), talks()
     statistics = LocalEngine(policy, EngineConfig(rows=rows, prefill_tokens=24)).generate(
