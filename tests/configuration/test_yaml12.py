@@ -1,11 +1,14 @@
 """YAML 1.2, with places, and back."""
 
 import math
+from functools import partial
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_peft.configuration import yaml12
 from agent_peft.configuration.yaml12 import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, dump, leaves, parse, plain
 from agent_peft.types import AgentPeftError
 
@@ -172,3 +175,23 @@ def test_any_text_is_read_or_refused_in_one_line(text):
         plain(parse(text, "x.yaml"))
     except AgentPeftError as error:
         assert str(error).startswith("x.yaml")
+
+
+@given(st.lists(st.sampled_from([*MARKS, "a", "\n  ", "- ", ": ", "<<: ", "1e9"]), max_size=20).map("".join))
+def test_libyaml_reads_what_pyyaml_reads(text):
+    slowly = partial(yaml.compose, Loader=yaml12._Loader)
+
+    def read(compose):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(yaml12, "_compose", compose)
+            try:
+                return [(*vars(leaf).values(), keys) for keys, leaf in leaves(parse(text, "x.yaml"))]
+            except AgentPeftError as error:
+                return str(error)
+
+    assert repr(read(yaml12._compose)) == repr(read(slowly))
+
+
+def test_a_document_of_usual_characters_is_read_by_libyaml(monkeypatch):
+    monkeypatch.setattr(yaml12, "_Loader", None)
+    assert plain(parse('a: {b: [1e-5, "x"]} # as\n', "x.yaml")) == {"a": {"b": [1e-5, "x"]}}
