@@ -99,16 +99,20 @@ def serve(
 
 
 def _validate(environment: str, keys: Mapping[str, Any], as_json: bool) -> None:
+    from agent_peft.environments import ENVIRONMENTS
+    from agent_peft.environments.base import OUTCOMES
     from agent_peft.environments.task_commands import validate_tasks
 
     report = validate_tasks(environment, **keys)
     if as_json:
         print_output(report)
     else:
-        print(
-            f"{report['tasks']} tasks: {report['gold_correct']} golds are correct, "
-            f"doing nothing is correct in {report['nothing_correct']}"
-        )
+        if environment in ENVIRONMENTS and ENVIRONMENTS[environment].measures != OUTCOMES:
+            found = f"{report['gold_correct']} can be learned; nothing is graded"
+        else:
+            golds, nothing = report["gold_correct"], report["nothing_correct"]
+            found = f"{golds} golds are correct, doing nothing is correct in {nothing}"
+        print(f"{report['tasks']} tasks: {found}")
         for rejection in report["rejected"]:
             print(f"cannot be used: {printable(rejection['id'], 200)}: {printable(rejection['cause'], LINE)}")
         for warning in report["warnings"]:

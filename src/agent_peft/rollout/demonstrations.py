@@ -117,7 +117,7 @@ def demonstrate(
     if actions is None:
         raise AgentPeftError(
             f"task {task.id}: the environment has no demonstration, so a supervised stage cannot use this "
-            "task"
+            "task; name a column of a table (environment.demonstration), or return one from `demonstration`"
         )
     if (
         isinstance(actions, str)
