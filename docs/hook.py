@@ -18,7 +18,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PAGES = {  # file of the repository -> page of the site
-    "README.md": "overview.md",
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
     "benchmarks/RESULTS.md": "results.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
