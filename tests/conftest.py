@@ -11,7 +11,8 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from functools import cache
+from copy import copy, deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,15 +25,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.hardware import has_bf16
-from agent_peft.policies.config import LoraSettings, ScratchConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models import bundled
 from agent_peft.policies.models.tokenizer import character_tokenizer
+from agent_peft.policies.policy import Policy
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout import evaluation
 from agent_peft.types import AgentPeftError
 
 from .warm_process import ForkedProgram
 
 torch.set_num_threads(1)
+_MADE: dict[str, Policy] = {}
 
 
 def case(*values: Any, fast: bool, name: str | None = None) -> Any:
@@ -76,6 +81,37 @@ def no_warning_of_few_tasks() -> None:
     """It comes once in a process, and tests evaluate on few tasks."""
     for number in range(1, evaluation.FEW_TASKS):
         evaluation._check_number(number)
+
+
+def made_once(key: str, make: Callable[[], Policy]) -> Policy:
+    """A copy of the policy of this key."""
+    if key not in _MADE:
+        _MADE[key] = make()
+    return copy_policy(_MADE[key])
+
+
+def fresh_policy(config: ScratchConfig, seed: int) -> Policy:
+    """``load_policy`` once for each configuration, and a copy of the policy for each test."""
+    return made_once(f"{config!r} {seed}", partial(load_policy, config, seed))
+
+
+def copy_policy(policy: Policy) -> Policy:
+    return deepcopy(policy, {id(policy.chat): copy(policy.chat)})  # its tokenizer has a lock
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_load_of_each_random_policy() -> Iterator[None]:
+    """A third of a small run is the making and proving of its policy, which the configuration decides."""
+
+    def load(config: PretrainedConfig | ScratchConfig, seed: int, **keys: Any) -> Policy:
+        if config.kind == "scratch" and config.device == "cpu" and not keys:
+            return fresh_policy(config, seed)
+        return load_policy(config, seed, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agent_peft.runs.run.load_policy", load)
+        patch.setattr("agent_peft.runs.targets.load_policy", load)
+        yield
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -160,6 +196,13 @@ def tiny_llama(char_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def tiny_policy(request: pytest.FixtureRequest, char_tokenizer: PreTrainedTokenizerFast) -> Policy:
+    """The policy of ``tiny_llama``."""
+    chat = ChatTokenizer(char_tokenizer)
+    return made_once("tiny_llama", lambda: Policy(request.getfixturevalue("tiny_llama"), chat))
 
 
 @pytest.fixture(scope="session")

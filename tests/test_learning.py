@@ -118,7 +118,8 @@ def test_ppo_raises_the_reward_and_its_critic_explains_it(warm):
     assert sum(explained[-5:]) / 5 > 0.05, explained
 
 
-@pytest.mark.parametrize("beta", [1.0, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.0, 0.5))])
+@pytest.mark.slow  # tests/training/test_distillation.py has the loss and its gradient
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.5])
 def test_distillation_raises_the_share_of_a_trained_teacher_s_answers(warm, tmp_path, beta):
     teacher = scratch()
     rewards(teacher, {"kind": "sft"}, steps=60, learning_rate=3e-3, tasks_per_step=24)
@@ -166,15 +167,8 @@ def answers(policy: Policy, steps: int, seed: int) -> list[Group]:
     return [group for step in range(steps) for group in source.collect(step).groups]
 
 
-@pytest.mark.parametrize(
-    ("kind", "rounds"),
-    [
-        ("dpo", 4),
-        pytest.param("simpo", 4, marks=pytest.mark.slow),
-        pytest.param("kto", 0, marks=pytest.mark.slow),
-        pytest.param("orpo", 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # tests/training/test_preference.py has the losses and their gradients
+@pytest.mark.parametrize(("kind", "rounds"), [("dpo", 4), ("simpo", 4), ("kto", 0), ("orpo", 0)])
 def test_preferences_raise_the_share_of_correct_answers(warm, kind, rounds):
     """And not only the share of pairs that are ranked rightly. With ``rounds`` the pairs are the policy's own
     answers, sampled again in each round; else they are the environment's, the right answer and a wrong one.

@@ -296,6 +296,7 @@ class Failing(Arithmetic):
 """
 
 
+@pytest.mark.slow  # three starts of a process with torch
 def test_a_rank_that_raises_ends_all_with_its_error(tmp_path, policy, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "raising"))
     launch = Launch(

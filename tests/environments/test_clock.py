@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import clock, load_environment
 from agent_peft.environments.clock import Clock
@@ -18,9 +17,7 @@ from agent_peft.environments.db_bench import DBBench, DBBenchConfig, DBBenchEpis
 from agent_peft.environments.db_bench.protocol import operation
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
@@ -64,11 +61,9 @@ class DawdlingEpisode(DBBenchEpisode):
         return super().step(operation(ENDLESS))
 
 
-def test_running_out_has_its_price(
-    tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_running_out_has_its_price(tiny_policy) -> None:
     environment = Dawdling(DBBenchConfig.model_validate({**PATIENT, "generate": {"num_tasks": 2}}))
-    engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
+    engine = load_sampler(tiny_policy, EngineConfig(rows=4))
     rewards = RewardConfig(incorrect=-0.1, timeout=-0.4)
     collection = Collector(environment, engine).collect(
         environment.tasks, 2, SamplingConfig(max_new_tokens=3, max_tokens=50), rewards, 0

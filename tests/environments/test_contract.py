@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.configuration.load import load_config
 from agent_peft.environments import load_environment
@@ -20,7 +19,6 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collection, Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.runs.run import train
@@ -78,8 +76,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 
 @pytest.fixture
-def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Sampler:
-    return load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=6))
+def engine(tiny_policy: Policy) -> Sampler:
+    return load_sampler(tiny_policy, EngineConfig(rows=6))
 
 
 def collect(engine: Sampler, environment: Environment, seed: int = 0) -> Collection:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
@@ -110,8 +110,8 @@ class CountingEpisode(Episode):
 
 
 @pytest.fixture
-def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Sampler:
-    return load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=5))
+def engine(tiny_policy: Policy) -> Sampler:
+    return load_sampler(tiny_policy, EngineConfig(rows=5))
 
 
 def collect(
@@ -254,8 +254,8 @@ def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine):
     assert environment.opened == environment.closed
 
 
-def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(tiny_llama, char_tokenizer):
-    engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=8))
+def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(tiny_policy: Policy):
+    engine = load_sampler(tiny_policy, EngineConfig(rows=8))
     environment = Counting([1 + i % 3 for i in range(200)], {f"t{i}": {"step": 1} for i in range(0, 200, 40)})
     collection = collect(engine, environment, 1)
     assert [len(group.trajectories) for group in collection.groups] == [1] * 200

@@ -18,6 +18,7 @@ from agent_peft.runs import run as runs
 from agent_peft.runs.branch import read_origin
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 
 TASKS = {"kind": "arithmetic", "digits": 1, "num_tasks": 10}
 HELDOUT = {**TASKS, "num_tasks": 3, "split": "heldout"}
@@ -61,7 +62,7 @@ def lines(run: str) -> list[str]:
     return Path(run, "metrics.jsonl").read_text().splitlines()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [case(name, fast=name == "ppo") for name in ALGORITHMS])
 def test_the_first_step_is_the_one_that_the_old_run_would_have_made(
     configure, run_contents, monkeypatch, algorithm
 ):

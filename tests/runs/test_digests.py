@@ -5,6 +5,7 @@ until ``--change`` accepts it; what changes a measure alone is logged; what chan
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,17 @@ def write_all(folder: Path) -> None:
     (folder / "order.txt").write_text("".join(f"{row['id']}\n" for row in ROWS))
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("digests")
+
+
 @pytest.fixture
-def resume(tmp_path, policy_config, monkeypatch) -> Callable[..., None]:
-    """Train the run in this folder to its end, or two steps of it."""
-    monkeypatch.chdir(tmp_path)
-    write_all(tmp_path)
+def resume(place, policy_config, monkeypatch) -> Callable[..., None]:
+    """Train the run in this folder to its end, or two steps of it, which are the same for each test."""
+    monkeypatch.chdir(place)
+    shutil.rmtree("run", ignore_errors=True)
+    write_all(place)
 
     def resume(*overrides: str, interrupted: bool = False, change: bool = False) -> None:
         keys = {"kind": "questions", "id": "id", "grader": "number"}
@@ -59,10 +66,13 @@ def resume(tmp_path, policy_config, monkeypatch) -> Callable[..., None]:
                 {"algorithm": "sft", **stage, "steps": 2},
             ],
         }
-        (tmp_path / "c.yaml").write_text(dump(settings))
-        config = read_config(tmp_path / "c.yaml", overrides)[0]
+        (place / "c.yaml").write_text(dump(settings))
+        config = read_config(place / "c.yaml", overrides)[0]
         if interrupted:
-            train_until(config, 2, monkeypatch)
+            if not Path("interrupted").is_dir():
+                train_until(config, 2, monkeypatch)
+                shutil.copytree("run", "interrupted")
+            shutil.copytree("interrupted", "run", dirs_exist_ok=True)
         else:
             train(config, change=change)
 
@@ -145,48 +155,48 @@ def edit(name: str, folder: Path) -> tuple[str, ...]:
         *("another split", "a limit", "the order file"),
     ],
 )
-def test_an_edit_of_what_is_learned_from_is_refused_and_loses_nothing(name, resume, tmp_path):
+def test_an_edit_of_what_is_learned_from_is_refused_and_loses_nothing(name, resume, place):
     resume(interrupted=True)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.jsonl")}
-    overrides = edit(name, tmp_path)
+    before = {path: path.read_bytes() for path in (place / "run").rglob("*.jsonl")}
+    overrides = edit(name, place)
     with pytest.raises(AgentPeftError) as error:
         resume(*overrides)
     assert "\n" not in str(error.value)
     assert {path: path.read_bytes() for path in before} == before
-    write_all(tmp_path)
+    write_all(place)
     resume()  # its own files still do
 
 
-def test_a_change_accepts_the_edit_and_logs_it(resume, tmp_path):
+def test_a_change_accepts_the_edit_and_logs_it(resume, place):
     resume(interrupted=True)
-    edit("a question", tmp_path)
+    edit("a question", place)
     resume(change=True)
-    history = json.loads((tmp_path / "run" / "run.json").read_text())["history"]
+    history = json.loads((place / "run" / "run.json").read_text())["history"]
     assert "tasks of other contents" in json.dumps(history)
     resume()  # and now they are those of the run
 
 
 @pytest.mark.parametrize("name", ["a held-out question", "a held-out row less", "the held-out order"])
-def test_an_edit_of_what_is_measured_alone_is_logged(name, resume, tmp_path):
+def test_an_edit_of_what_is_measured_alone_is_logged(name, resume, place):
     resume(interrupted=True)
-    edit(name, tmp_path)
+    edit(name, place)
     resume()
-    history = json.loads((tmp_path / "run" / "run.json").read_text())["history"]
+    history = json.loads((place / "run" / "run.json").read_text())["history"]
     assert "tasks of evaluation" in json.dumps(history)
 
 
 @pytest.mark.parametrize("name", ["line ends", "a blank line at the end", "a byte order mark"])
-def test_other_bytes_of_the_same_tasks_resume(name, resume, tmp_path):
+def test_other_bytes_of_the_same_tasks_resume(name, resume, place):
     resume(interrupted=True)
-    digests = (tmp_path / "run" / DIGESTS).read_bytes()
-    edit(name, tmp_path)
+    digests = (place / "run" / DIGESTS).read_bytes()
+    edit(name, place)
     resume()
-    assert (tmp_path / "run" / DIGESTS).read_bytes() == digests
+    assert (place / "run" / DIGESTS).read_bytes() == digests
 
 
-def test_another_chat_template_is_refused(resume, tmp_path):
+def test_another_chat_template_is_refused(resume, place):
     resume(interrupted=True)
-    path = tmp_path / "run" / DIGESTS
+    path = place / "run" / DIGESTS
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat template": "0" * 16}))
     with pytest.raises(AgentPeftError, match="chat template"):
         resume()

@@ -16,6 +16,7 @@ from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs import run as runs
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 
 ROWS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(8)]
 LEARN = {"learning_rate": 0.02}
@@ -60,7 +61,12 @@ def metrics() -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["dpo", {"kind": "dpo", "loss": "ipo"}, "kto", "orpo", "simpo"], ids=str
+    "algorithm",
+    [
+        *(case(kind, fast=True) for kind in ("dpo", "kto")),
+        *(case(kind, fast=False) for kind in ({"kind": "dpo", "loss": "ipo"}, "orpo", "simpo")),
+    ],
+    ids=str,
 )
 def test_train_on_a_table_of_pairs(settings, algorithm):
     """From the command line to the end."""

@@ -22,6 +22,7 @@ from agent_peft.runs.folder import recorded_measured, with_policy
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 from tests.runs.conftest import Killed, killing
 
 
@@ -182,7 +183,9 @@ def test_fresh_takes_another_configuration(finished, configure):
     train(configure(seed=1))
 
 
-@pytest.mark.parametrize("survived", range(4))  # then no result is left
+@pytest.mark.parametrize(
+    "survived", [case(survived, fast=survived in (0, 3)) for survived in range(4)]
+)  # then no result is left
 def test_a_killed_fresh_start_is_no_run_of_another_configuration(
     finished, configure, monkeypatch, survived, run_contents
 ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -12,25 +11,11 @@ from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.policies.config import ScratchConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.loading import load_policy
-from agent_peft.policies.policy import Policy
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
+from tests.conftest import fresh_policy
 
 MakeTrainer = Callable[..., Trainer]
-_FRESH: dict[tuple[str, int], Policy] = {}
-
-
-def fresh_policy(config: ScratchConfig, seed: int) -> Policy:
-    """``load_policy`` once for each configuration, and a copy of the policy for each test."""
-    key = repr(config), seed
-    if key not in _FRESH:
-        _FRESH[key] = load_policy(config, seed)
-    return copy_policy(_FRESH[key])
-
-
-def copy_policy(policy: Policy) -> Policy:
-    return deepcopy(policy, {id(policy.chat): copy(policy.chat)})  # its tokenizer has a lock
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.runs.run import Recording, train
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
-from tests.training.conftest import copy_policy
+from tests.conftest import case, copy_policy
 
 MakeTrainer = Callable[..., Trainer]
 PRICES = {"correct": 1.0, "incorrect": 0.0, "invalid_action": -0.5}
@@ -147,7 +147,9 @@ def kill_after(config: TrainConfig, steps: int, monkeypatch: pytest.MonkeyPatch)
             train(config)
 
 
-@pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "all weights"])
+@pytest.mark.parametrize(
+    "lora", [case(LORA, fast=True, name="adapter"), case(None, fast=False, name="all weights")]
+)
 def test_a_killed_run_is_measured_to_the_same_reference(config, tmp_path, monkeypatch, run_contents, lora):
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": lora})})
     train(config)

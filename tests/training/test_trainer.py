@@ -26,6 +26,7 @@ from agent_peft.types import (
     StopReason,
     Task,
 )
+from tests.conftest import case
 
 # Adam divides small gradients by themselves, noise and all
 SMOOTH = {
@@ -271,11 +272,11 @@ PPO = {"kind": "ppo", "minibatches": 2, "update_epochs": 3, "value_learning_rate
 @pytest.mark.parametrize(
     "algorithm",
     [
-        "reinforce",
-        {"kind": "grpo", "update_epochs": 2, "minibatches": 2},
-        "sft",
-        PPO,
-        {**PPO, "target_kl": 1e-3, "value_trunk_gradient": False},
+        case("reinforce", fast=True),
+        case({"kind": "grpo", "update_epochs": 2, "minibatches": 2}, fast=True),
+        case("sft", fast=False),
+        case(PPO, fast=False),
+        case({**PPO, "target_kl": 1e-3, "value_trunk_gradient": False}, fast=True),
     ],
     ids=str,
 )

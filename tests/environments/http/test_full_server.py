@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.guard import Limits
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.types import StopReason
 
 
-def test_an_evaluation_of_more_episodes_than_the_server_holds(
-    serving: Any, tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_evaluation_of_more_episodes_than_the_server_holds(serving: Any, tiny_policy) -> None:
     host = serving(
         {"train": load_environment({"kind": "arithmetic", "digits": 2, "num_tasks": 150})},
         limits=Limits(episodes=16),
     )
     elsewhere = load_environment({"kind": "remote", "url": host.url, "patience": 0.0})
-    engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
+    engine = load_sampler(tiny_policy, EngineConfig(rows=4))
     collection = Collector(elsewhere, engine).collect(
         elsewhere.tasks, 1, SamplingConfig(max_new_tokens=3, max_tokens=40), RewardConfig(), 0
     )

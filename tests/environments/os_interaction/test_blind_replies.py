@@ -9,6 +9,7 @@ from agent_peft.environments.os_interaction.generator import SPLITS
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.protocol import Command, Finish, write_act
 from agent_peft.types import Outcome, StopReason
+from tests.conftest import case
 
 from .blind_replies import BLIND_REPLIES
 
@@ -59,21 +60,22 @@ def test_the_replies_are_distinct():
     )
 
 
-def test_each_solution_is_right(sandboxed):
-    tasks = environment(58, 5, "heldout")
+@pytest.mark.parametrize("number", [case(29, fast=True), case(58, fast=False)])
+def test_each_solution_is_right(number, sandboxed):
+    tasks = environment(number, 5, "heldout")
     assert {skill for task in tasks.tasks for skill in task.skills} == set(SKILLS)
-    assert len(correct(tasks, gold)) == 58
+    assert len(correct(tasks, gold)) == number
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "number"),
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "all may run all"))
-        for name in dict(BLIND_REPLIES)
+        *(case(name, 58, fast=False) for name in dict(BLIND_REPLIES)),
+        case("all may run all", 29, fast=True),
     ],
 )
-def test_a_blind_reply_is_right_of_no_task(name, sandboxed):
-    assert correct(environment(58, 5, "heldout"), lambda task: dict(BLIND_REPLIES)[name]) == []
+def test_a_blind_reply_is_right_of_no_task(name, number, sandboxed):
+    assert correct(environment(number, 5, "heldout"), lambda task: dict(BLIND_REPLIES)[name]) == []
 
 
 @pytest.mark.slow
