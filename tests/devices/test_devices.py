@@ -219,7 +219,7 @@ def make_trainer(policy: Policy, algorithm: str, **more: Any) -> Trainer:
     )
 
 
-FAST = {"sft", "reinforce", "grpo", "policy_gradient", "ppo", "distill", "dpo", "kto"}  # each way of learning
+FAST = {"sft", "grpo", "ppo", "distill", "dpo", "kto"}  # each way of learning
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from agent_peft.runs import run as runs
 from agent_peft.runs.digests import DIGESTS
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 
 ROWS = [{"id": f"t{n}", "question": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(8)]
 HELDOUT = [{"id": f"h{n}", "question": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
@@ -150,9 +151,14 @@ def edit(name: str, folder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("a question", "an answer", "every question", "the order", "two rows are swapped", "a row less"),
-        *("a row more", "a row twice", "an id", "two ids are swapped", "two answers are swapped"),
-        *("another split", "a limit", "the order file"),
+        *("a question", "an answer", "the order", "a row less", "an id", "another split", "the order file"),
+        *(
+            case(name, fast=False)
+            for name in (
+                *("every question", "two rows are swapped", "a row more", "a row twice"),
+                *("two ids are swapped", "two answers are swapped", "a limit"),
+            )
+        ),
     ],
 )
 def test_an_edit_of_what_is_learned_from_is_refused_and_loses_nothing(name, resume, place):

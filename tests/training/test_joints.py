@@ -61,7 +61,9 @@ def taught(make_trainer: MakeTrainer) -> Callable[..., Trainer]:
 # -- the reference -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "all weights"])
+@pytest.mark.parametrize(
+    "lora", [case(LORA, fast=True, name="adapter"), case(None, fast=False, name="all weights")]
+)
 def test_the_kl_of_a_stage_begins_at_zero(taught, lora):
     found = metrics(
         taught({"kind": "rloo", "kl_coef": 0.05}, lora, steps=3, optimizer={"learning_rate": 1e-3})

@@ -22,6 +22,7 @@ from agent_peft.runs.targets import evaluate_target
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
+from tests.conftest import case
 
 # Adam divides small gradients by themselves, noise and all
 SMOOTH = {
@@ -46,7 +47,12 @@ def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO, {**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False}], ids=len
+    "algorithm",
+    [
+        case(PPO, fast=False),
+        case({**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False}, fast=True),
+    ],
+    ids=len,
 )
 def test_microbatches_and_padding_never_change_the_result(make_trainer, algorithm):
     whole = make_trainer(algorithm, microbatch_tokens=10**6, optimizer=SMOOTH)
