@@ -587,8 +587,11 @@ def test_a_failure_ends_the_other_conversations_soon(pool, learner, sampler_of):
 
 
 @pytest.fixture
-def vllm(warm_process, tmp_path) -> Callable[..., dict[str, Any]]:
+def vllm(warm_process, tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
     """``vllm(key=…)``: the keys of the engine, with the double as its Python."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))  # of programs
     python, double = tmp_path / "python", Path(__file__).parents[2] / "vllm_double.py"
     start = f"import runpy; runpy.run_path({str(double)!r}, run_name='__main__')"
     python.write_text(f"#!{sys.executable} -S\n{start}\n")
@@ -609,10 +612,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_vllm_that_is_killed_between_steps_is_started_again_and_changes_no_byte(
-    vllm, pool, learner, sampler_of, tmp_path, caplog, monkeypatch
+    vllm, pool, learner, sampler_of, tmp_path, caplog
 ):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
     theirs = learner()
     keys = {"algorithm": {"kind": "reinforce"}}  # whose gradient has no rounding of the sampler's
     expected = list(trainer_of(theirs, sampler_of(theirs, pool()), **keys))
