@@ -107,16 +107,13 @@ def _validate(environment: str, keys: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_output(report)
     else:
-        if environment in ENVIRONMENTS and ENVIRONMENTS[environment].measures != OUTCOMES:
-            found = f"{report['gold_correct']} can be learned; nothing is graded"
-        else:
-            golds, nothing = report["gold_correct"], report["nothing_correct"]
-            found = f"{golds} golds are correct, doing nothing is correct in {nothing}"
-        print(f"{report['tasks']} tasks: {found}")
-        for rejection in report["rejected"]:
-            print(f"cannot be used: {printable(rejection['id'], 200)}: {printable(rejection['cause'], LINE)}")
-        for warning in report["warnings"]:
-            print(f"warning: {printable(warning['id'], 200)}: {printable(warning['cause'], LINE)}")
+        ungraded = environment in ENVIRONMENTS and ENVIRONMENTS[environment].measures != OUTCOMES
+        graded = f"golds are correct, doing nothing is correct in {report['nothing_correct']}"
+        found = "can be learned; nothing is graded" if ungraded else graded
+        print(f"{report['tasks']} tasks: {report['gold_correct']} {found}")
+        for words, key in (("cannot be used", "rejected"), ("warning", "warnings")):
+            for task in report[key]:
+                print(f"{words}: {printable(task['id'], 200)}: {printable(task['cause'], LINE)}")
         for violation in report["violations"]:
             print(f"breaks the contract: {printable(violation, LINE)}")
     if report["rejected"] or report["violations"]:
