@@ -33,10 +33,7 @@ from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.training.stage import StageConfig
 
 UNKNOWN = "unknown (without --trust)"
-NO_SHAPE = (
-    "unknown: the model is a custom module, or its config.json is not on this machine; of a model of the "
-    "hub, hf download MODEL config.json brings that file alone"
-)
+NO_SHAPE = "unknown: a custom module, or no config.json here; hf download MODEL config.json brings it alone"
 TOKEN = 4 + 1 + 4 + 4 + 4  # token, mask, two log-probabilities, advantage
 TEXT = 5  # bytes of a token's text, as JSON holds it; twice as many or more in scripts that JSON escapes
 RECORD = 600  # bytes of a line without its text: seed, outcome, rewards
