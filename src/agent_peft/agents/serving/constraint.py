@@ -145,8 +145,8 @@ def _frame(chat: ChatTokenizer, tool: Tool, dialect: str) -> tuple[str, str]:
     parts = _WRITTEN.split(text.strip())
     if len(parts) != 2:
         raise AgentPeftError(
-            f"tool_choice: the calls of this model ({dialect}) do not hold their arguments as JSON, so they "
-            "cannot be forced; ask for one in a message"
+            f"the calls of this model ({dialect}) do not hold their arguments as JSON, so they cannot be "
+            "forced; leave out tool_choice, and response_format where there are tools"
         )
     return parts[0], parts[1]
 
@@ -158,7 +158,7 @@ def _written_call(written: NativeFormat, name: str) -> str:
     except AgentPeftError:  # the prompt opens a thought
         tokens = written.action_tokens([_USER], Message("assistant", "", (call,), "x"))
     text = marked_text(written.chat, tokens[:-1])
-    for closing in THOUGHTS.values():
+    for closing in THOUGHTS.values():  # what a template may write of a thought before the call
         text = text.rpartition(closing)[2]
     return text
 
