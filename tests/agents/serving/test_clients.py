@@ -22,7 +22,7 @@ def reply_to(request):
     tools = {tool.function.name: tool for tool in request.offered}
     texts = " ".join(message.text for message in request.messages)
     has_called = any(message.tool_calls or message.role == "tool" for message in request.messages)
-    has_called |= "Calling tools:" in texts  # smolagents tells of its calls in texts
+    has_called |= "Calling tools:" in texts  # smolagents writes its calls as text
     called = None
     if "bash" in tools:
         called = "bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo Four."}

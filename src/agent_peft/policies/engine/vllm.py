@@ -1,5 +1,5 @@
-"""Sampling on a vLLM of the trainer's own. It is started from another Python environment, since its pins
-differ from ours, started again when it ends, and ended with the trainer, however that ends.
+"""Sampling on a private vLLM: started from another Python environment, since its pins exclude ours, started
+again when it ends, and ended with the trainer, however that ends.
 """
 
 from __future__ import annotations
