@@ -15,8 +15,7 @@ from agent_peft.types import AgentPeftError
 
 def tables(reports: Mapping[str, EvaluationReport]) -> list[Table]:
     """Return the table of reports, and that of their skills where there is more than one."""
-    skills = {skill for report in reports.values() for skill in report.by_skill}
-    return [table(reports), *([_skill_table(reports, sorted(skills))] if len(skills) > 1 else [])]
+    return [table(reports), *([skill_table(reports)] if len(_skills(reports)) > 1 else [])]
 
 
 def table(reports: Mapping[str, EvaluationReport]) -> Table:
@@ -76,10 +75,14 @@ def _with_others(rows: Table, reports: Mapping[str, EvaluationReport]) -> Table:
     return rows
 
 
-def _skill_table(reports: Mapping[str, EvaluationReport], skills: Sequence[str]) -> Table:
+def _skills(reports: Mapping[str, EvaluationReport]) -> list[str]:
+    return sorted({skill for report in reports.values() for skill in report.by_skill})
+
+
+def skill_table(reports: Mapping[str, EvaluationReport]) -> Table:
     """Return a table of the success rates by skill (the first of a task), one column for each report."""
     rows = _table("success by skill (95 % interval)", reports, "tasks")
-    for skill in skills:
+    for skill in _skills(reports):
         rates = [report.by_skill.get(skill) for report in reports.values()]
         counts = "/".join(sorted({str(rate.tasks) for rate in rates if rate is not None}))
         rows.add_row(Text(skill), counts, *("" if rate is None else rate.percent for rate in rates))
