@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -14,7 +15,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent_peft.child_processes import end_with_parent
+from agent_peft.child_processes import end_with_parent, start_of
+from agent_peft.files import write_atomic
 from agent_peft.printable import printable
 from agent_peft.types import InfrastructureError
 
@@ -48,21 +50,29 @@ class Part:
         return {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
 
 
+def _identity(pid: int) -> str:
+    """What no other process is, on any machine."""
+    return f"{socket.gethostname()} {pid} {start_of(pid)}"
+
+
 class Keeper:
     """One part: its process, its log, and how often it was started again.
 
     Args:
-        log: a file for its output; None leaves it this process's output.
+        logs: a folder for its log and the number of its process.
+        shown: its output is this process's, and not the log.
     """
 
-    def __init__(self, part: Part, log: Path | None, secrets: Mapping[str, str]) -> None:
-        self.part, self.log = part, log
+    def __init__(self, part: Part, logs: Path, secrets: Mapping[str, str], *, shown: bool = False) -> None:
+        self.part, self.log = part, None if shown else logs / f"{part.name}.log"
+        self._record = logs / f"{part.name}.pid"  # of its process, for the next supervisor
         self.starts, self.answered = 0, False
         self.process: subprocess.Popen[bytes] | None = None  # None: not started yet, or elsewhere
         self.due = 0.0  # when it may be started again
         self._secrets, self._since = secrets, time.monotonic()
 
     def start(self) -> None:
+        self._await_former()
         with nullcontext() if self.log is None else open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 self.part.command,
@@ -73,7 +83,25 @@ class Keeper:
                 preexec_fn=end_with_parent(),
                 start_new_session=True,
             )
+        write_atomic(self._record, _identity(self.process.pid))
         self.starts, self.answered, self._since = self.starts + 1, False, time.monotonic()
+
+    def _await_former(self) -> None:
+        """Wait for the process of a supervisor that was killed, which Linux has asked to end: it may hold the
+        port, or the run's folder.
+        """
+        deadline = time.monotonic() + 2 * GRACE
+        try:
+            former = self._record.read_text()
+            pid = int(former.split()[1])
+        except (OSError, ValueError, IndexError):  # there was none
+            return
+        while _identity(pid) == former:
+            if time.monotonic() > deadline:
+                raise InfrastructureError(
+                    f"{self.part.name}: process {pid} of an earlier launch still runs; end it first"
+                )
+            time.sleep(POLL)
 
     @property
     def waited(self) -> float:
@@ -146,9 +174,9 @@ class Supervisor:
         report: Report,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self.keepers = [Keeper(part, logs / f"{part.name}.log", secrets) for part in servers]
-        self.elsewhere = [Keeper(part, logs / f"{part.name}.log", secrets) for part in elsewhere]
-        self.learner = None if learner is None else Keeper(learner, None, secrets)
+        self.keepers = [Keeper(part, logs, secrets) for part in servers]
+        self.elsewhere = [Keeper(part, logs, secrets) for part in elsewhere]
+        self.learner = None if learner is None else Keeper(learner, logs, secrets, shown=True)
         self.ready, self.restarts, self.report = ready, restarts, report
         self._ended = threading.Event()
 

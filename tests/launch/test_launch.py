@@ -36,7 +36,12 @@ def pid_of(*words: str) -> int:
     raise AssertionError(f"no process has {words}")
 
 
-def test_a_run_survives_the_death_of_each_part(tiny_llama, char_tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["local", "ray"])
+def test_a_run_survives_the_death_of_each_part(
+    tiny_llama, char_tokenizer, tmp_path: Path, place: str
+) -> None:
+    if place == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed")
     tiny_llama.bfloat16().save_pretrained(tmp_path / "model")  # as models are stored
     char_tokenizer.save_pretrained(tmp_path / "model")
     train, cluster, run = (tmp_path / name for name in ("train.yaml", "cluster.yaml", "run"))
@@ -49,8 +54,9 @@ def test_a_run_survives_the_death_of_each_part(tiny_llama, char_tokenizer, tmp_p
     samplers = {"number": 2, "port": free_port()}
     environments = {"number": 2, "port": free_port()}
     parts = {"train": str(train), "folder": str(tmp_path / "parts"), "samplers": samplers}
-    cluster.write_text(yaml12.dump({**parts, "environments": environments}))
-    command = [sys.executable, "-m", "agent_peft", "launch", str(cluster)]
+    reserved = {"ray": {"learner": {"CPU": 0.2}, "server": {"CPU": 0.2}}}
+    cluster.write_text(yaml12.dump({**parts, "environments": environments, **reserved}))
+    command = [sys.executable, "-m", "agent_peft", "launch", str(cluster), "--on", place]
     output = tmp_path / "output"
     with open(output, "w") as file:
         launch = subprocess.Popen(command, stdout=file, stderr=file)

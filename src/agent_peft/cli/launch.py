@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
 
@@ -19,6 +18,7 @@ class Place(StrEnum):
     """Where the parts run."""
 
     LOCAL = "local"
+    RAY = "ray"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
     SKYPILOT = "skypilot"
@@ -27,7 +27,7 @@ class Place(StrEnum):
 def launch(
     cluster: Annotated[Path, typer.Argument(help="YAML file with the parts", metavar="CLUSTER")],
     on: Annotated[
-        Place, typer.Option("--on", help="local runs them here; the others write a file")
+        Place, typer.Option("--on", help="local and ray run them; the others write a file")
     ] = Place.LOCAL,
     hosts: Annotated[
         str | None,
@@ -41,13 +41,14 @@ def launch(
     """Start a training run with its servers of policies and environments, and keep them running: a part that
     ends is started again, and the trainer resumes.
     """
-    from agent_peft.launch.cluster import LOOPBACK, TOKEN, parts_of, read_cluster, token_of
+    from agent_peft.launch.cluster import LOOPBACK, parts_of, read_cluster, supervisor_of
     from agent_peft.launch.manifests import kubernetes_manifest, skypilot_task
+    from agent_peft.launch.ray import run_on_ray
     from agent_peft.launch.slurm import batch_script
-    from agent_peft.supervisor import Supervisor
 
     config, run = read_cluster(cluster)
-    servers, learner = parts_of(config, run, tuple(hosts.split(",")) if hosts else (LOOPBACK,))
+    hosted = tuple(hosts.split(",")) if hosts else (LOOPBACK,)
+    servers, _ = parts_of(config, run, hosted)
     written = {
         Place.SLURM: (batch_script, ".sbatch", "sbatch"),
         Place.KUBERNETES: (kubernetes_manifest, ".kubernetes.yaml", "kubectl create -f"),
@@ -67,20 +68,14 @@ def launch(
         raise typer.Exit(subprocess.run([*program.split(), str(file)]).returncode)
     if submit:
         raise AgentPeftError("--submit has no effect without --on; leave it out")
-    here = {one.name: one for one in (*servers, learner)}
-    if part is not None and part not in here:
-        raise AgentPeftError(f"--part {part}: there is no such part; there are {', '.join(here)}")
-    supervisor = Supervisor(
-        servers if part is None else [one for one in servers if one.name == part],
-        learner if part in (None, learner.name) else None,
-        config.folder.expanduser() / "logs",
-        {TOKEN: token_of(config)},
-        elsewhere=servers if part == learner.name else (),
-        ready=config.ready,
-        restarts=config.restarts,
-        report=lambda line: print(printable(line), flush=True),
-    )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: supervisor.stop())
-    if code := supervisor.run():
+    if on is Place.RAY:
+        if hosts or part:
+            raise AgentPeftError("--on ray: Ray places the parts; leave out --hosts and --part")
+        code = run_on_ray(cluster, config, servers)
+    else:
+        supervisor = supervisor_of(config, run, hosted, part)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: supervisor.stop())
+        code = supervisor.run()
+    if code:
         raise typer.Exit(code)

@@ -18,7 +18,8 @@ from agent_peft.configuration import yaml12
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, read_text
-from agent_peft.supervisor import Part
+from agent_peft.printable import printable
+from agent_peft.supervisor import Part, Supervisor
 from agent_peft.types import AgentPeftError
 
 TOKEN = "AGENT_PEFT_CLUSTER_TOKEN"  # environment variable of all parts
@@ -105,6 +106,22 @@ class SkypilotConfig(Config):
     )
 
 
+class RayConfig(Config):
+    """What Ray needs in addition to the commands."""
+
+    address: str = Field(
+        default="local",
+        description="local starts Ray on this machine, for this launch; auto takes the one that runs here; "
+        "or host:port of its head",
+    )
+    learner: dict[str, float] = Field(
+        default={"CPU": 1}, min_length=1, description="what the trainer reserves, such as {GPU: 4, CPU: 16}"
+    )
+    server: dict[str, float] = Field(
+        default={"CPU": 1}, min_length=1, description="what each server reserves"
+    )
+
+
 class ClusterConfig(Config):
     """A training run and the servers around it."""
 
@@ -127,6 +144,7 @@ class ClusterConfig(Config):
         default=600.0, gt=0, description="seconds within which a part must answer after a start"
     )
     restarts: int = Field(default=10, ge=0, description="how often a part that failed is started again")
+    ray: RayConfig = Field(default=RayConfig(), description="for --on ray")
     slurm: SlurmConfig = Field(default=SlurmConfig(), description="for --on slurm")
     kubernetes: KubernetesConfig | None = Field(default=None, description="for --on kubernetes")
     skypilot: SkypilotConfig = Field(default=SkypilotConfig(), description="for --on skypilot")
@@ -194,6 +212,26 @@ def parts_of(
     if learner.ranks > 1:
         start += ("--standalone", "--nproc-per-node", str(learner.ranks), "-m", "agent_peft")
     return servers, Part("learner", (*start, "train", cluster.train, *overrides), learner.threads)
+
+
+def supervisor_of(
+    cluster: ClusterConfig, run: TrainConfig, hosts: Sequence[str], name: str | None = None
+) -> Supervisor:
+    """Runs all parts, or the one of this name. Each event is a line on standard output."""
+    servers, learner = parts_of(cluster, run, hosts)
+    names = [part.name for part in (*servers, learner)]
+    if name is not None and name not in names:
+        raise AgentPeftError(f"--part {name}: there is no such part; there are {', '.join(names)}")
+    return Supervisor(
+        [part for part in servers if name in (None, part.name)],
+        learner if name in (None, learner.name) else None,
+        cluster.folder.expanduser() / "logs",
+        {TOKEN: token_of(cluster)},
+        elsewhere=servers if name == learner.name else (),
+        ready=cluster.ready,
+        restarts=cluster.restarts,
+        report=lambda line: print(printable(line), flush=True),
+    )
 
 
 def _servers(
