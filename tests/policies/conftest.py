@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from agent_peft.policies import adapters
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.tokenization import ChatTokenizer
+
+from ..conftest import made_once
 
 _SHAPE = {
     "hidden_size": 32,
@@ -57,11 +60,11 @@ def random_model(
 
 @pytest.fixture
 def make_policy(char_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Policy]:
-    """``make_policy(kind, lora=True, packing=True, dtype=torch.float32)``: with LoRA, B is random too, so
-    that the adapter counts.
+    """``make_policy(kind, lora=True, packing=True, dtype=torch.float32)``: a copy of that policy. With
+    LoRA, B is random too, so that the adapter counts.
     """
 
-    def make(kind: str = "llama", *, lora: bool = True, packing: bool = True, **more: object) -> Policy:
+    def made(kind: str, *, lora: bool = True, packing: bool = True, **more: object) -> Policy:
         model = random_model(kind, len(char_tokenizer), **more)
         if lora:
             model = adapters.attach(model, adapters.LoraSettings(rank=2, alpha=4), seed=0)
@@ -71,5 +74,9 @@ def make_policy(char_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Policy
                         parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
                     )
         return Policy(model, ChatTokenizer(char_tokenizer), packing=packing)
+
+    def make(kind: str = "llama", **more: object) -> Policy:
+        key = f"{kind} {sorted(more.items(), key=str)} {sorted(char_tokenizer.get_vocab())}"
+        return made_once(key, partial(made, kind, **more))
 
     return make

@@ -1,4 +1,4 @@
-"""Places the parts of a cluster by Ray: each is an actor with a supervisor of its own."""
+"""Places the parts of a cluster by Ray: each is an actor with its supervisor."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 
 LEARNER = "learner"
 STOPPED = 130  # exit code after a signal
+VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0"}  # read when the module is imported
+PRIVATE = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}  # 15, Ray's own, starves a trainer
 OBJECTS = 80 << 20  # bytes of the store of a private Ray, the least that it accepts: parts exchange files
 
 
@@ -82,9 +84,7 @@ def run_on_ray(path: Path, cluster: ClusterConfig, servers: Sequence[Part]) -> i
 def _connected(config: RayConfig) -> Iterator[Any]:
     """Ray, connected. A private one writes nothing to the user's home, and ends with this block."""
     private = config.address == "local"
-    if private:  # read when the module is imported
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.update({**VARIABLES, **(PRIVATE if private else {}), **os.environ})
     try:
         import ray
     except ImportError as missing:
