@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.environments.arithmetic import Arithmetic
 from agent_peft.policies.loading import load_policy
 from agent_peft.runs import evaluations
 from agent_peft.runs.folder import recorded_measured, with_policy
@@ -255,6 +256,17 @@ def test_a_second_process_is_refused(configure):
     ):
         train(config)
     train(config)
+
+
+def test_a_supervised_stage_without_demonstrations_is_refused_before_anything_is_computed(
+    configure, monkeypatch
+):
+    for name in ("demonstration", "rejection"):
+        monkeypatch.setattr(Arithmetic, name, lambda *_: None)
+    config = configure()
+    with pytest.raises(AgentPeftError, match="the environment has no demonstration, so a supervised stage"):
+        train(config)
+    assert not config.run_dir.exists()
 
 
 # -- what can be measured afterwards -------------------------------------------------------------------------

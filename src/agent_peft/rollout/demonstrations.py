@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agent_peft.policies.tokenization import ChatTokenizer
 
 logger = logging.getLogger(__name__)
+SEARCHED = 64  # tasks of which at least one must have a demonstration
 
 
 class DemonstrationCheck:
@@ -103,6 +104,24 @@ def _stopped_inside(text: Sequence[int], chat: ChatTokenizer, stops: Sequence[st
     return None
 
 
+def _missing(task: Task) -> AgentPeftError:
+    return AgentPeftError(
+        f"task {task.id}: the environment has no demonstration, so a supervised stage cannot use this "
+        "task; name a column of a table (environment.demonstration), or return one from `demonstration`"
+    )
+
+
+def require_demonstrations(environment: Environment) -> None:
+    """Refuse an environment whose first tasks have none, before a supervised stage costs anything."""
+    first = environment.tasks[:SEARCHED]
+    try:
+        missing = all(environment.demonstration(t) is environment.rejection(t) is None for t in first)
+    except Exception:  # the stage that uses this demonstration reports it
+        return
+    if missing:
+        raise _missing(first[0])
+
+
 def demonstrate(
     environment: Environment,
     task: Task,
@@ -115,10 +134,7 @@ def demonstrate(
     if actions is None:
         actions = environment.demonstration(task)
     if actions is None:
-        raise AgentPeftError(
-            f"task {task.id}: the environment has no demonstration, so a supervised stage cannot use this "
-            "task; name a column of a table (environment.demonstration), or return one from `demonstration`"
-        )
+        raise _missing(task)
     if (
         isinstance(actions, str)
         or not isinstance(actions, Sequence)

@@ -170,10 +170,9 @@ class RunComparison:
             )
         if len(self.groups) > 1:
             what = "solve such tasks equally often" if of_rates else "do better on equally many"
-            table.caption = (
-                f"p, if both {what} with these seeds: paired sign{'-flip' * of_rates} test, "
-                f"corrected for {len(self.pairs) // 2} comparisons (Holm)"
-            )
+            table.caption = f"p, if both {what} with these seeds: paired sign{'-flip' * of_rates} test"
+            if (number := len(self.pairs) // 2) > 1:
+                table.caption += f", corrected for {number} comparisons (Holm)"
         return table
 
 

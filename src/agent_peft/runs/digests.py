@@ -18,6 +18,7 @@ from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.rollout.demonstrations import require_demonstrations
 from agent_peft.rollout.task_order import tasks_in_order
 from agent_peft.types import AgentPeftError
 
@@ -29,9 +30,14 @@ Contents = Mapping[str, Any]  # what -> its digest, or those of ``environment_di
 
 
 def contents_of(config: TrainConfig, environment: Environment, heldout: Environment | None) -> dict[str, Any]:
-    """The digests of everything but the policy, by a name for messages."""
+    """The digests of everything but the policy, by a name for messages.
+
+    Raises:
+        AgentPeftError: a stage learns from demonstrations, and there are none.
+    """
     contents: dict[str, Any] = {"tasks of environment": environment_digests(environment)}
     if any(stage.needs_demonstrations for stage in config.stages):
+        require_demonstrations(environment)
         contents["demonstrations"] = demonstrations_digest(environment)
     for number, stage in enumerate(config.stages):
         if isinstance(stage.task_order, Path):
