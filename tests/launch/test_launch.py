@@ -42,7 +42,7 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.parametrize("place", ["local", "ray"])
 def test_a_run_survives_the_death_of_each_part(
-    tiny_llama, char_tokenizer, tmp_path: Path, place: str
+    tiny_llama, char_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     if place == "ray":
         pytest.importorskip("ray", reason="Ray is not installed")
@@ -52,7 +52,8 @@ def test_a_run_survives_the_death_of_each_part(
     sums = {"kind": "arithmetic", "operation": "addition", "digits": 1}
     policy = {"kind": "pretrained", "model": str(tmp_path / "model"), "lora": {"rank": 2}, "dtype": "float32"}
     keys = {"run_dir": str(run), "threads": 1, "policy": policy, "environment": sums, "evaluation": None}
-    stage = {"algorithm": "rloo", "steps": 12, "tasks_per_step": 4, "group_size": 4}
+    learning = {"kind": "reinforce", "baseline_momentum": None}  # from replies of which none is right, too
+    stage = {"algorithm": learning, "steps": 12, "tasks_per_step": 4, "group_size": 4}
     sampling = {"max_new_tokens": 4, "max_tokens": 64}
     train.write_text(yaml12.dump({**keys, **stage, "sampling": sampling, "checkpoint": {"every": 1}}))
     samplers = {"number": 2, "port": free_port()}
@@ -91,3 +92,22 @@ def test_a_run_survives_the_death_of_each_part(
         assert f"{part}: {event}" in text, text
     with pytest.raises(AssertionError):  # nothing is left
         pid_of(str(train))
+    # the bytes are those of an undisturbed run that is given these episodes
+    program, token = [sys.executable, "-m", "agent_peft"], "AGENT_PEFT_CLUSTER_TOKEN"
+    monkeypatch.setenv(token, (tmp_path / "parts/token").read_text())
+    ports = [str(environments["port"] + number) for number in range(2)]
+    serving = [
+        subprocess.Popen([*program, "serve", str(train), "--port", port, "--token", token]) for port in ports
+    ]
+    try:
+        again = [*program, "train", str(run / "config.yaml"), f"run_dir={tmp_path / 'again'}"]
+        subprocess.run([*again, "engine={kind: local}", "--from-journal", str(run)], check=True)
+    finally:
+        for server in serving:
+            server.terminate()
+            server.wait()
+    first, *weights = [
+        next((tmp_path / name).glob(f"checkpoints/*{step}/**/adapter_model.safetensors")).read_bytes()
+        for name, step in (("run", 11), ("run", 12), ("again", 12))
+    ]
+    assert weights[0] == weights[1] != first
