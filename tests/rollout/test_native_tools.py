@@ -119,7 +119,7 @@ def test_what_is_not_one_call_is_an_invalid_action(
         observation
     )
     assert news is not None and f"user\n{observation}" in news
-    assert "(1,)" in (act(conversation, SELECT) or "")  # the world has not moved
+    assert "[[1]]" in (act(conversation, SELECT) or "")  # the world has not moved
 
 
 @pytest.mark.parametrize(

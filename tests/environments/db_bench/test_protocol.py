@@ -170,6 +170,13 @@ def test_the_system_prompt_shows_each_action_as_it_is_written(name):
     assert len(protocol.system_prompt.split()) < 90
 
 
+@pytest.mark.parametrize("name", ["action", "native"])
+def test_an_answer_copies_the_rows_as_they_were_read(name):
+    protocol, rows = PROTOCOLS[name], [(1, "it's é"), (2.5, None)]
+    assert protocol.parse(protocol.answer(rows)) == FinalAnswer(protocol.rows(rows))
+    assert protocol.rows([(b"\0",)]), "any cell can be read"
+
+
 def test_any_depth_is_read_or_refused():
     for depth in range(600, 1_050):  # where the limit is depends on the stack so far
         call = '{"name": "commit_final_answer", "arguments": {"answers": ' + "[" * depth + "]" * depth + "}}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
@@ -94,7 +94,8 @@ class DBBenchEpisode(Episode):
             return self._end(stopped.reason, Outcome.INCORRECT, valid=True)
         if self._clock.ran_out:
             return self._end(StopReason.TIMEOUT, Outcome.INCORRECT, valid=True)
-        return StepResult(observation(executed, self._config.max_observation_chars))
+        written = PROTOCOLS[self._config.protocol].rows
+        return StepResult(observation(executed, self._config.max_observation_chars, written))
 
     def close(self) -> None:
         with self._lock:
@@ -157,9 +158,9 @@ def replies_of(problem: SQLProblem, executed: Executed, protocol: Protocol) -> t
     return protocol.operation(problem.sql), protocol.answer("done" if rows is None else rows)
 
 
-def observation(executed: Executed, limit: int) -> str:
+def observation(executed: Executed, limit: int, written: Callable[[list[Row]], str] = repr) -> str:
     """A statement's result as the agent reads it, in at most ``limit`` characters. Its numbers have at most
-    four decimals, since most tokens of a long fraction are noise.
+    four decimals, since most tokens of a long fraction are noise. ``written``: its rows as text.
 
     >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400)
     ("[(1, 'a')]", 'Done. 3 rows changed.')
@@ -169,7 +170,7 @@ def observation(executed: Executed, limit: int) -> str:
     if executed.error is not None:
         text = "Error: " + printable_line(executed.error, limit + 1)
     elif executed.rows is not None:
-        text = repr(shown(executed.rows)) + (CUT_MARK if executed.cut else "")
+        text = written(shown(executed.rows)) + (CUT_MARK if executed.cut else "")
     else:
         text = f"Done. {executed.changed} row{'' if executed.changed == 1 else 's'} changed."
     if len(text) <= limit:

@@ -222,7 +222,7 @@ You have {{max_turns}} turns, the answer included."""
 # the model's chat template shows the tools
 _NATIVE_PROMPT = """\
 You work on one SQLite table. Each reply is one call of a tool.
-The answers are the rows asked for, each as a list; after a change they are ["done"].
+The answers are the rows asked for, each as a list: [[1, "x"], [2, "y"]]; after a change: ["done"].
 You have {max_turns} turns, the answer included."""
 _TOOLS = (
     declare(
@@ -240,13 +240,19 @@ _TOOLS = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """How actions are read, written and explained. ``tools``: what the model's chat template shows."""
+    """How actions are read, written and explained.
+
+    Attributes:
+        tools: what the model's chat template shows.
+        rows: how the agent reads the rows of a result: as it answers with them.
+    """
 
     parse: Callable[[str], Reply]
     operation: Callable[[str], str]
     answer: Callable[[Sequence[Sequence[object]] | str], str]
     system_prompt: str
     tools: Sequence[Mapping[str, Any]] = ()
+    rows: Callable[[Sequence[Sequence[object]]], str] = repr
 
 
 ProtocolName = Literal["action", "json_tool_calls", "native"]
@@ -259,5 +265,6 @@ PROTOCOLS: dict[ProtocolName, Protocol] = {
         partial(answer_call, write=write_call),
         _NATIVE_PROMPT,
         _TOOLS,
+        partial(json.dumps, ensure_ascii=False, default=repr),
     ),
 }
