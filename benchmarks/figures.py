@@ -25,6 +25,7 @@ AGENTS = {
     "adder_fast": "a small model adds three digits",
     "multiplier_fast": "a small model multiplies two digits",
 }
+NATIVE = "db_bench_native"
 ON_CLOCK = {"quickstart"}  # their time is that of the clock
 # of one seed's run, but not of what it learns
 FREE = ("threads=", "evaluation.at=")
@@ -62,8 +63,9 @@ def command_of(name: str) -> str:
 
 
 def moments_of(name: str) -> list[str]:
-    """The names of the evaluations: base, after the first stage, after the second one."""
-    return list(max((row["success"] for row in recipe(name)["rows"]), key=len))
+    """The names of the evaluations: base, which may not have been measured, and after each stage."""
+    names = list(max((row["success"] for row in recipe(name)["rows"]), key=len))
+    return names if "base" in names else ["base", *names]
 
 
 def mean_success(name: str, moment: str) -> float:
@@ -223,9 +225,11 @@ def results() -> list[str]:
     """Tables and commands of RESULTS.md."""
     arithmetic = ("adder_reinforce", "adder_fast", "multiplier_reinforce", "multiplier_fast")
     shell = ("os_ppo", "os_grpo")
-    commands = [f"`{command_of(name)}`" for name in ("quickstart", *arithmetic, *shell)]
+    commands = [f"`{command_of(name)}`" for name in ("quickstart", NATIVE, *arithmetic, *shell)]
     tables = [
         seed_table("quickstart"),
+        seed_table(NATIVE),
+        skill_table(NATIVE),
         skill_table("quickstart"),
         seed_table(*arithmetic),
         seed_table(*shell),

@@ -67,10 +67,9 @@ def run_on_ray(path: Path, cluster: ClusterConfig, servers: Sequence[Part]) -> i
     names = [LEARNER, *(part.name for part in servers)]
     ended = threading.Event()
     with _connected(cluster.ray) as ray:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        parts = _Parts(ray, cluster, _placed(ray, path, cluster, names))
+        for number in (signal.SIGINT, signal.SIGTERM):  # before, Ctrl-C interrupts what waits
             signal.signal(number, lambda *_: ended.set())
-        keepers = _placed(ray, path, cluster, names)
-        parts = _Parts(ray, cluster, keepers)
         try:
             while not ended.wait(POLL):
                 if (code := parts.look()) is not None:
