@@ -87,7 +87,6 @@ def test_servers_of_ones_own_and_ranks(train: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("samplers: {number: 1}\nlearner: {ranks: 2}", "learner.ranks: servers sample for one trainer"),
         ("samplers: {number: 0}", "samplers.number: must be greater than or equal to 1"),
         ("sampler: {number: 1}", "sampler: unknown key; did you mean 'samplers'?"),
         ("samplers: {number: 9, port: 65530}", "samplers: port: 65530 leaves no room for 9 servers"),

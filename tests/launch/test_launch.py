@@ -53,13 +53,14 @@ def test_a_run_survives_the_death_of_each_part(
     policy = {"kind": "pretrained", "model": str(tmp_path / "model"), "lora": {"rank": 2}, "dtype": "float32"}
     keys = {"run_dir": str(run), "threads": 1, "policy": policy, "environment": sums, "evaluation": None}
     learning = {"kind": "reinforce", "baseline_momentum": None}  # from replies of which none is right, too
-    stage = {"algorithm": learning, "steps": 12, "tasks_per_step": 4, "group_size": 4}
+    stage = {"algorithm": learning, "steps": 20, "tasks_per_step": 4, "group_size": 4}
     sampling = {"max_new_tokens": 4, "max_tokens": 64}
     train.write_text(yaml12.dump({**keys, **stage, "sampling": sampling, "checkpoint": {"every": 1}}))
     samplers = {"number": 2, "port": free_port()}
     environments = {"number": 2, "port": free_port()}
     parts = {"train": str(train), "folder": str(tmp_path / "parts"), "samplers": samplers}
-    reserved = {"ray": {"learner": {"CPU": 0.2}, "server": {"CPU": 0.2}}}
+    learner = {"ranks": 2, "threads": 1}
+    reserved = {"learner": learner, "ray": {"learner": {"CPU": 0.2}, "server": {"CPU": 0.2}}}
     cluster.write_text(yaml12.dump({**parts, "environments": environments, **reserved}))
     command = [sys.executable, "-m", "agent_peft", "launch", str(cluster), "--on", place]
     output = tmp_path / "output"
@@ -86,7 +87,7 @@ def test_a_run_survives_the_death_of_each_part(
         launch.wait()
     assert not victims
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(12))
+    assert [line["step"] for line in lines] == list(range(20))
     event = "its actor was lost" if place == "ray" else "ended with signal 9"
     for part in ("sampler-0", "environment-1", "learner"):
         assert f"{part}: {event}" in text, text
@@ -100,7 +101,8 @@ def test_a_run_survives_the_death_of_each_part(
         subprocess.Popen([*program, "serve", str(train), "--port", port, "--token", token]) for port in ports
     ]
     try:
-        again = [*program, "train", str(run / "config.yaml"), f"run_dir={tmp_path / 'again'}"]
+        ranks = [sys.executable, "-m", "agent_peft.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+        again = [*ranks, *program[1:], "train", str(run / "config.yaml"), f"run_dir={tmp_path / 'again'}"]
         subprocess.run([*again, "engine={kind: local}", "--from-journal", str(run)], check=True)
     finally:
         for server in serving:
@@ -108,6 +110,6 @@ def test_a_run_survives_the_death_of_each_part(
             server.wait()
     first, *weights = [
         next((tmp_path / name).glob(f"checkpoints/*{step}/**/adapter_model.safetensors")).read_bytes()
-        for name, step in (("run", 11), ("run", 12), ("again", 12))
+        for name, step in (("run", 19), ("run", 20), ("again", 20))
     ]
     assert weights[0] == weights[1] != first

@@ -149,12 +149,6 @@ class ClusterConfig(Config):
     kubernetes: KubernetesConfig | None = Field(default=None, description="for --on kubernetes")
     skypilot: SkypilotConfig = Field(default=SkypilotConfig(), description="for --on skypilot")
 
-    @model_validator(mode="after")
-    def _one_sampler(self) -> ClusterConfig:
-        if self.samplers is not None and self.learner.ranks > 1:
-            raise ValueError("learner.ranks: servers sample for one trainer process; set it to 1")
-        return self
-
 
 def read_cluster(path: Path) -> tuple[ClusterConfig, TrainConfig]:
     """The cluster of a file, and the run that it trains. Both are checked."""

@@ -108,8 +108,8 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(lasting_output())
         ranks = stack.enter_context(join(config.ranks, config.policy.device))
-        if ranks.world_size > 1 and config.engine.kind != "local":
-            raise AgentPeftError("engine.kind: servers sample for one trainer; start it without torchrun")
+        if ranks.world_size > 1 and config.engine.kind == "vllm":
+            raise AgentPeftError("engine.kind: each rank would start a vLLM; start one and take kind: server")
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # the other ranks print nothing, and have no bar, which would swallow their warnings
         console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
