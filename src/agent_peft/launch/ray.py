@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import tempfile
@@ -91,7 +92,7 @@ def _connected(config: RayConfig) -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         own = {"include_dashboard": False, "object_store_memory": OBJECTS, "_temp_dir": folder}
         try:
-            ray.init(config.address, logging_level="WARNING", **(own if private else {}))
+            ray.init(config.address, logging_level=logging.WARNING, **(own if private else {}))
         except (ConnectionError, ValueError, RuntimeError) as error:
             line = printable(" ".join(str(error).split()), 200)
             raise InfrastructureError(f"ray.address: {config.address} cannot be used: {line}") from error
