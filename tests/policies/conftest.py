@@ -60,8 +60,8 @@ def random_model(
 
 @pytest.fixture
 def make_policy(char_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Policy]:
-    """``make_policy(kind, lora=True, packing=True, dtype=torch.float32)``: a copy of that policy. With
-    LoRA, B is random too, so that the adapter counts.
+    """``make_policy(kind, new=False, lora=True, packing=True, dtype=torch.float32)``: a copy of that policy,
+    or a ``new`` one. With LoRA, B is random too, so that the adapter counts.
     """
 
     def made(kind: str, *, lora: bool = True, packing: bool = True, **more: object) -> Policy:
@@ -75,7 +75,9 @@ def make_policy(char_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Policy
                     )
         return Policy(model, ChatTokenizer(char_tokenizer), packing=packing)
 
-    def make(kind: str = "llama", **more: object) -> Policy:
+    def make(kind: str = "llama", *, new: bool = False, **more: object) -> Policy:
+        if new:
+            return made(kind, **more)
         key = f"{kind} {sorted(more.items(), key=str)} {sorted(char_tokenizer.get_vocab())}"
         return made_once(key, partial(made, kind, **more))
 

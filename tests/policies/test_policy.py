@@ -331,7 +331,7 @@ MAMBA = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 
 def test_a_model_with_a_running_state_falls_back_to_padding(make_policy, caplog):
     with caplog.at_level(logging.WARNING, logger=policy_module.__name__):
-        policy = make_policy("mamba", lora=False, **MAMBA)
+        policy = make_policy("mamba", new=True, lora=False, **MAMBA)
     assert caplog.text.count("packing is off, trajectories are padded") == 1
     assert not policy.packing and not policy.tiled
     for batch in (make_batch(), make_batch(count=2, groups=2)):

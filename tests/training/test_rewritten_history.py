@@ -81,7 +81,7 @@ class ThreeEpisode(Episode):
 
 
 def policy_of(template: str = DROPS, packing: bool = True, dtype: torch.dtype = torch.float32) -> Policy:
-    tokenizer = character_tokenizer("abus<>|/thinkmpdoe_")
+    tokenizer = character_tokenizer("abus<>|/thinkmpdoe_r")  # a sampled mark can be written as plain text
     tokenizer.add_tokens(["<think>", "</think>", "<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", template
     model = adapters.attach(random_model("llama", len(tokenizer), dtype), adapters.LoraSettings(rank=2), 0)

@@ -263,7 +263,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(policies, serving):
             assert found["token_logprobs"][1 : len(prompt)] == pytest.approx(scores, abs=1e-4)
             assert all(len(top) == 2 for top in found["top_logprobs"][1 : len(prompt)])
         pairs = zip(found["token_logprobs"], found["top_logprobs"], strict=True)
-        greedy = [top is not None and value == max(top.values()) for value, top in pairs]
+        greedy = [top is not None and value > max(top.values()) - 1e-4 for value, top in pairs]
         assert all(greedy[len(tokens) :]) and not all(greedy[1 : len(tokens)])
         assert answer["usage"]["completion_tokens"] == 2 * most
     refused = post(url, "completions", prompt=tokens, max_tokens=0)

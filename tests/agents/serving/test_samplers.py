@@ -266,7 +266,8 @@ def test_a_run_and_its_evaluations_use_the_servers(pool, models, token, tmp_path
     assert drawn.count(versions[1]) > 4  # the evaluation's, after the update
     assert not list((tmp_path / "adapters").iterdir()) and set(server.service.policies) == {"base"}
     monkeypatch.setattr(run, "join", lambda *_: nullcontext(Ranks(0, 2)))
-    with pytest.raises(AgentPeftError, match="without torchrun"):
+    content["engine"] = {"kind": "vllm", "python": sys.executable}
+    with pytest.raises(AgentPeftError, match="each rank would start a vLLM"):
         run.train(load_config(content))
 
 

@@ -217,15 +217,14 @@ def test_the_window_counts(name, make_policy):
 
 def test_a_window_that_is_cut_otherwise_than_ours_is_refused(make_policy, monkeypatch):
     """As long as 4,096 tokens, it is shown on a few."""
-    make_policy("mistral", lora=False, **SMALL | {"sliding_window": 4096, "max_position_embeddings": 8192})
+    settings = SMALL | {"sliding_window": 4096, "max_position_embeddings": 8192}
+    make_policy("mistral", lora=False, **settings)
     monkeypatch.setattr(language_model, "window_of", lambda config: None)
     with pytest.raises(
         AgentPeftError,
         match="MistralForCausalLM attends within a sliding window in a way that Agent-PEFT does not support",
     ):
-        make_policy(
-            "mistral", lora=False, **SMALL | {"sliding_window": 4096, "max_position_embeddings": 8192}
-        )
+        make_policy("mistral", new=True, lora=False, **settings)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
