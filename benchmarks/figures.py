@@ -25,6 +25,7 @@ AGENTS = {
     "adder_fast": "a small model adds three digits",
     "multiplier_fast": "a small model multiplies two digits",
 }
+NATIVE = "db_bench_native"
 ON_CLOCK = {"quickstart"}  # their time is that of the clock
 # of one seed's run, but not of what it learns
 FREE = ("threads=", "evaluation.at=")
@@ -224,9 +225,11 @@ def results() -> list[str]:
     """Tables and commands of RESULTS.md."""
     arithmetic = ("adder_reinforce", "adder_fast", "multiplier_reinforce", "multiplier_fast")
     shell = ("os_ppo", "os_grpo")
-    commands = [f"`{command_of(name)}`" for name in ("quickstart", *arithmetic, *shell)]
+    commands = [f"`{command_of(name)}`" for name in ("quickstart", NATIVE, *arithmetic, *shell)]
     tables = [
         seed_table("quickstart"),
+        seed_table(NATIVE),
+        skill_table(NATIVE),
         skill_table("quickstart"),
         seed_table(*arithmetic),
         seed_table(*shell),
