@@ -233,6 +233,33 @@ supervisor.run()
     assert not _lives(child)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_part_waits_for_its_process_of_an_earlier_launch(
+    supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """It may hold a port. A number that another process has by now is not waited for."""
+    monkeypatch.setattr("agent_peft.supervisor.GRACE", 20.0 if ends else 0.5)
+    record = tmp_path / "logs" / "learner.pid"
+    first, _ = supervise(learner=learner("time.sleep(99)"))
+    first.learner.start()
+    try:
+        if ends:
+            threading.Timer(1.0, first.learner.end).start()
+        second, _ = supervise(learner=learner("pass"))
+        if ends:
+            threading.Thread(target=first.learner.process.wait).start()  # as init does of an orphan
+            assert second.run() == 0 and first.learner.process.poll() is not None
+        else:
+            pid = first.learner.process.pid
+            with pytest.raises(InfrastructureError, match=f"learner: process {pid} of an earlier launch"):
+                second.run()
+            record.write_text(record.read_text() + "0")  # another one of that number
+            assert supervise(learner=learner("pass"))[0].run() == 0
+    finally:
+        first.learner.end()
+        first.learner.kill(time.monotonic() + 5)
+
+
 def _lives(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agent_peft.cli import app
 from agent_peft.launch.cluster import ClusterConfig
-from agent_peft.launch.ray import run_on_ray
+from agent_peft.launch.ray import PartActor, run_on_ray
 from agent_peft.supervisor import Part
 from agent_peft.types import AgentPeftError, InfrastructureError
 
@@ -147,6 +147,23 @@ def test_a_place_that_is_not_there_is_named(ray) -> None:
     cluster = cluster_of(ray={"learner": {"CPU": 1, "GPU": 2}, "server": {"CPU": 2}}, ready=5)
     with pytest.raises(InfrastructureError, match=r"within 5 s .*CPU 2 of 5, GPU 0 of 2; lower ray\.learner"):
         run_on_ray(Path("cluster.yaml"), cluster, SERVERS)
+
+
+def test_what_ends_a_part_is_a_line_and_not_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of bad input, and of a program that cannot be started."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{train: quickstart, folder: parts, samplers: {number: 1, command: [/nowhere/vllm]}}")
+    actor = PartActor(path, str(tmp_path), "sampler-0")
+    assert actor.keep(["127.0.0.1"]) == (
+        1,
+        "sampler-0: /nowhere/vllm cannot be started (No such file or directory)",
+    )
+    path.write_text("{train: quickstart, folder: parts, sampler: 1}")
+    code, line = actor.keep(["127.0.0.1"])
+    assert code == 1 and "sampler: unknown key" in line
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def launch(
             )
         raise typer.Exit(subprocess.run([*program.split(), str(file)]).returncode)
     if submit:
-        raise AgentPeftError("--submit has no effect without --on; leave it out")
+        raise AgentPeftError(f"--submit: --on {on} writes no file to submit; leave it out")
     if on is Place.RAY:
         if hosts or part:
             raise AgentPeftError("--on ray: Ray places the parts; leave out --hosts and --part")

@@ -26,8 +26,8 @@ PRIVATE = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}  # 15, Ray's
 OBJECTS = 80 << 20  # bytes of the store of a private Ray, the least that it accepts: parts exchange files
 
 
-class Keeper:
-    """The actor of one part."""
+class PartActor:
+    """One part, with its supervisor, on the machine that Ray has chosen."""
 
     def __init__(self, path: Path, folder: str, name: str) -> None:
         os.chdir(folder)
@@ -46,7 +46,7 @@ class Keeper:
             cluster, run = read_cluster(self._path)
             self._supervisor = supervisor_of(cluster, run, hosts, self._name)
             return self._supervisor.run(), ""
-        except AgentPeftError as error:
+        except (AgentPeftError, InfrastructureError) as error:
             return 1, str(error)
 
     def end(self) -> None:
@@ -120,13 +120,13 @@ def _placed(ray: Any, path: Path, cluster: ClusterConfig, names: Sequence[str]) 
         )
     keepers = {}
     for place, (name, bundle) in enumerate(zip(names, bundles, strict=True)):
-        asked = dict(bundle)
+        others = dict(bundle)
         keepers[name] = (
-            ray.remote(Keeper)
+            ray.remote(PartActor)
             .options(
-                num_cpus=asked.pop("CPU", 0),
-                num_gpus=asked.pop("GPU", 0),
-                resources=asked,
+                num_cpus=others.pop("CPU", 0),
+                num_gpus=others.pop("GPU", 0),
+                resources=others,
                 max_restarts=cluster.restarts,
                 max_task_retries=0,
                 max_concurrency=2,  # to be ended while it keeps

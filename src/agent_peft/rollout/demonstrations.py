@@ -115,7 +115,9 @@ def require_demonstrations(environment: Environment) -> None:
     """Refuse an environment whose first tasks have none, before a supervised stage costs anything."""
     first = environment.tasks[:SEARCHED]
     try:
-        missing = all(environment.demonstration(t) is environment.rejection(t) is None for t in first)
+        missing = all(
+            environment.demonstration(t) is None and environment.rejection(t) is None for t in first
+        )
     except Exception:  # the stage that uses this demonstration reports it
         return
     if missing:

@@ -36,8 +36,9 @@ def contents_of(config: TrainConfig, environment: Environment, heldout: Environm
         AgentPeftError: a stage learns from demonstrations, and there are none.
     """
     contents: dict[str, Any] = {"tasks of environment": environment_digests(environment)}
-    if any(stage.needs_demonstrations for stage in config.stages):
+    if any(stage.needs_demonstrations and not stage.has_teacher for stage in config.stages):
         require_demonstrations(environment)
+    if any(stage.needs_demonstrations for stage in config.stages):
         contents["demonstrations"] = demonstrations_digest(environment)
     for number, stage in enumerate(config.stages):
         if isinstance(stage.task_order, Path):
