@@ -264,6 +264,7 @@ def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
     """Each checkpoint's adapter and the model merged from it answer alike, and not all checkpoints do."""
     path, folder = tmp_path / "c.yaml", tmp_path / "run"

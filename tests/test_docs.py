@@ -27,6 +27,7 @@ from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.reading import load_run
 from agent_peft.training.step_metrics import LAG_METRICS, THINKING_METRICS, metrics_of
 from agent_peft.types import Outcome
+from tests.conftest import case
 
 DOCS = Path(__file__).parent.parent / "docs"
 SRC = Path(__file__).parent.parent / "src"
@@ -67,6 +68,7 @@ def test_adding_an_operation_takes_at_most_forty_lines():
     assert len(section("arithmetic.md", "Adding an operation").splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_subtraction_is_learnt(subtraction):
     lines = (subtraction / "runs/subtraction/metrics.jsonl").read_text().splitlines()
     steps = list(map(json.loads, lines))
@@ -76,6 +78,7 @@ def test_subtraction_is_learnt(subtraction):
     assert sum(attempts[-5:]) / 5 > sum(attempts[:5]) / 5 + 0.05, attempts
 
 
+@pytest.mark.slow
 def test_subtraction_is_graded_right(subtraction, monkeypatch):
     monkeypatch.syspath_prepend(subtraction)
     written = yaml12.plain(yaml12.parse((subtraction / "subtraction.yaml").read_text(), "subtraction.yaml"))
@@ -129,13 +132,6 @@ def of_own_table(folder: Path, text: str, warm_process) -> None:
     for question, *others in re.findall(r"^\| (Order.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE):
         assert f'"{question}",{",".join(others)}\n' in written
     follow(text, folder, warm_process)
-
-
-def test_the_tutorial_runs(tmp_path, tiny, warm_process):
-    text = (
-        (DOCS / "own_table.md").read_text(encoding="utf-8").replace("model: smollm2-135m", f"model: {tiny}")
-    )
-    of_own_table(tmp_path, text.replace("steps: 12", "steps: 1"), warm_process)
 
 
 @pytest.mark.slow
@@ -231,7 +227,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.parametrize("page", [case(page, fast=page == "README.md") for page in PROGRAMS])
 def test_the_programs_of_a_page_run(page, tiny, tmp_path, warm_process):
     """Its Python blocks are one program. It runs with a tiny model, few tasks and short answers."""
     text = (DOCS.parent / page).read_text(encoding="utf-8")
@@ -241,6 +237,7 @@ def test_the_programs_of_a_page_run(page, tiny, tmp_path, warm_process):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_ports_of_trl_scripts_run(tiny, tmp_path, warm_process):
     shorter = {"model: smollm2-135m": f"model: {tiny}", "80%": "98%", "_size: 8 ": "_size: 2 "}
     shorter |= {"steps: 20 ": "steps: 2 ", "epochs: 2 ": "steps: 2 ", "_per_step: 8 ": "_per_step: 2 "}

@@ -99,6 +99,7 @@ def test_rl_raises_the_reward(warm, algorithm):
     assert after > before + 0.15, curve
 
 
+@pytest.mark.slow
 def test_ppo_raises_the_reward_and_its_critic_explains_it(warm):
     """Four epochs of each batch, so half the batches do; and no group is compared, so there are none."""
     policy = load_policy(PretrainedConfig(model=str(warm), lora=LoraSettings(rank=16), device="cpu"), seed=0)
@@ -191,6 +192,7 @@ def test_preferences_raise_the_share_of_correct_answers(warm, kind, rounds):
     assert after > before + 0.1, (before, after)
 
 
+@pytest.mark.slow
 def test_sft_raises_the_reward():
     policy = scratch()
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from agent_peft.output import lasting_output
+from tests.conftest import case
 
 CONFIG = """\
 run_dir: run
@@ -42,7 +43,12 @@ def gone_terminal():
 
 @pytest.mark.parametrize(
     ("output", "closed"),
-    [(closed_pipe, "stdout"), (closed_pipe, "stderr"), (closed_pipe, "both"), (gone_terminal, "both")],
+    [
+        case(closed_pipe, "stdout", fast=False),
+        case(closed_pipe, "stderr", fast=False),
+        case(closed_pipe, "both", fast=False),
+        case(gone_terminal, "both", fast=True),
+    ],
 )
 def test_a_run_outlives_its_reader(tmp_path, warm_process, output, closed):
     (tmp_path / "c.yaml").write_text(CONFIG)

@@ -93,6 +93,7 @@ def test_every_key_of_our_side_of_a_table_is_there(page):
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_first_look_runs(tmp_path, warm_process):
     text = (DOCS / "get_started.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -67,6 +67,7 @@ def test_the_trainer_starts_when_all_answer_and_ends_all(supervise, server: Part
     assert all(keeper.process.poll() is not None for keeper in supervisor.keepers)
 
 
+@pytest.mark.slow
 def test_what_is_killed_is_started_again(supervise, server: Part, tmp_path: Path) -> None:
     """A server by its trainer, and the trainer by itself; at its third start it has what it came for."""
     code = f"""

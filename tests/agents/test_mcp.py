@@ -48,6 +48,7 @@ def test_a_client_lists_the_tool_and_is_refused_what_is_outside(place):
     anyio.run(main)
 
 
+@pytest.mark.slow
 def test_relative_paths_begin_in_the_root(place, tmp_path):
     (place / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     elsewhere = tmp_path / "elsewhere"

@@ -98,6 +98,7 @@ def test_rows_to_look_at(place):
 # -- in the background ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_in_the_background_is_told_of_stopped_and_goes_on(place):
     endless = {"model_name": MODEL, "num_epochs": 9000, "eval_samples": 0, "output_dir": "long"}
     begun = ask(**endless, background=True)

@@ -252,6 +252,7 @@ def test_the_same_configuration_gives_the_same_distinct_tasks_and_another_seed_o
         first[500]
 
 
+@pytest.mark.slow
 def test_digits_take_turns_until_the_short_ones_run_out():
     tasks = arithmetic(digits=(1, 3), split="heldout", num_tasks=None).tasks
     assert [task.skills for task in tasks[:4]] == [(f"addition_{n}_digits",) for n in (1, 2, 3, 1)]

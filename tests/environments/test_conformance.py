@@ -243,6 +243,7 @@ def test_a_class_of_the_users_own(tmp_path, monkeypatch):
             load_environment({"kind": kind})
 
 
+@pytest.mark.slow
 def test_torch_stays_unloaded():
     modules = "agent_peft.environments, agent_peft.environments.task_commands, agent_peft.testing"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

@@ -94,6 +94,7 @@ def test_others_go_on_while_one_is_searched_for():
     assert len(beats) > 10  # the interpreter's lock was free
 
 
+@pytest.mark.slow
 def test_threads_share_the_process():
     with ThreadPoolExecutor(8) as pool:
         asked = [("^a+$", "a" * n) if n % 7 else ENDLESS for n in range(1, 40)]

@@ -440,6 +440,7 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_hub_id_through_the_hubs_own_cache(repository, tmp_path):
     cache = tmp_path / "hub" / "datasets--openai--gsm8k"
     (cache / "refs").mkdir(parents=True)

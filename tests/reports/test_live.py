@@ -72,6 +72,7 @@ def test_it_answers_this_machine_only(run):
         assert got(port, "/values.json", Host=f"localhost:{port}")[0] == 200
 
 
+@pytest.mark.slow
 def test_connections_that_do_not_ask_are_few_and_end(run, monkeypatch):
     monkeypatch.setattr("agent_peft.reports.live.CONNECTIONS", 4)
     before = threading.active_count()

@@ -447,6 +447,7 @@ HAPPENS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(happens=st.lists(st.sampled_from(sorted(HAPPENS)), min_size=1, max_size=30), dies=st.booleans())
 def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(engine, happens, dies):

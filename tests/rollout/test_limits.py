@@ -102,6 +102,8 @@ PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {folder!r})
 import test_limits
+from agent_peft.policies.engine import local
+local.GRACE = 0.5  # instead of 5 seconds
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 world = test_limits.Hanging("step")
 wait = world.gate.wait

@@ -207,6 +207,7 @@ def test_a_stage_ends_after_an_evaluation_and_the_next_one_follows(configure, ea
     assert train(config) == reports
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(
     configure, early, tmp_path, monkeypatch, run_contents
 ):

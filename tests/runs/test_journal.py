@@ -38,6 +38,7 @@ def settings(small):
     }
 
 
+@pytest.mark.slow
 def test_the_same_weights_without_a_sample(configure, monkeypatch, tmp_path):
     config = configure()
     train(config)

@@ -73,6 +73,7 @@ def test_every_command_takes_a_run_that_was_moved_away_from_its_model(home, tmp_
     assert command(["evaluate", "../moved"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_goes_on_with_a_copy(tmp_path, policy_config, monkeypatch, capsys):
     """In this process, as another user may not read the Python that runs here."""

@@ -85,6 +85,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_follows_another_ones_schedule_writes_the_same_bytes(configure, slow, tmp_path):
     slow()
     train(configure("first"))

@@ -197,6 +197,7 @@ def test_the_prompt_shows_the_latest_successes_of_the_steps_before(replaying, tm
     assert all(shown(record) == [] for record in episodes(run / "evaluations" / "step_000000.jsonl"))
 
 
+@pytest.mark.slow
 def test_replays_are_resumed_to_the_same_bytes_also_for_an_evaluation_that_was_not_made(
     replaying, run_contents, tmp_path
 ):

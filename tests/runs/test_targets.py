@@ -160,6 +160,7 @@ def test_a_result_on_the_tasks_of_training_says_so(trained, settings, caplog):
     ] == ["run: measured on the tasks of training; --tasks or evaluation.environment gives held-out ones"]
 
 
+@pytest.mark.slow
 def test_before_and_after_of_an_adapter(trained, refused):
     """--base of an adapter is the model that its configuration describes; of a model there is none, and
     only a run has checkpoints.

@@ -98,6 +98,7 @@ def test_children_that_nobody_waits_for_count(machine):
     assert "REACHED" not in result.output and answers(machine)
 
 
+@pytest.mark.slow
 def test_a_loop_between_commands_ends(machine):
     machine.run("(while :; do :; done) & echo $! >/srv/pid", 10)
     for seconds in (3, 6, 12, 24):  # each command allows more; a busy computer gives the loop little time
@@ -107,6 +108,7 @@ def test_a_loop_between_commands_ends(machine):
     raise AssertionError("a loop in the background continued and on")
 
 
+@pytest.mark.slow
 def test_a_flood_of_the_control_stream_is_read_slowly(machine):
     before = time.process_time()
     result = machine.run(

@@ -446,6 +446,7 @@ def test_weights_that_the_first_update_does_not_change(make_trainer, dtype):
     stops(trainer, "the first update has changed no weight")
 
 
+@pytest.mark.slow
 def test_in_bfloat16_all_weights_learn_as_in_fp32(make_trainer):
     """A learning rate of 1e-5 moves no bf16 weight by itself: it does where fp32 copies are what is
     trained.

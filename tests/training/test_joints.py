@@ -85,6 +85,7 @@ def test_a_fresh_adapter_makes_both_references_the_same(make_trainer):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_penalty_holds_what_demonstrations_taught(taught):
     """To the base it would unteach them: success then falls from 0.8 to 0.1 in these 30 steps."""
     found = metrics(taught({"kind": "rloo", "kl_coef": 0.5}, optimizer={"learning_rate": 3e-3}))
@@ -149,6 +150,7 @@ def kill_after(config: TrainConfig, steps: int, monkeypatch: pytest.MonkeyPatch)
             train(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora", [case(LORA, fast=True, name="adapter"), case(None, fast=False, name="all weights")]
 )

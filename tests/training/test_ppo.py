@@ -46,6 +46,7 @@ def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 # -- the same update however it is cut -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -293,6 +294,7 @@ def test_every_epoch_leaves_an_adapter_and_its_statistics(config):
     assert evaluate_target(config.run_dir, checkpoint="step_000003").summary
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run_contents, tmp_path):
     train(config)
     expected = run_contents(config.run_dir)

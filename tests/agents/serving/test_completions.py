@@ -221,6 +221,7 @@ def test_texts_and_chats_are_encoded_one_after_the_other(policies, monkeypatch):
     assert max(most) == 1
 
 
+@pytest.mark.slow
 def test_32_clients_at_once_share_the_rows(serving, policies):
     policy = policies["trained"]
     running = serving(rows=8, most=32)

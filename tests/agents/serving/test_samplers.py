@@ -28,7 +28,7 @@ from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticC
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.engine import load_sampler
-from agent_peft.policies.engine.base import ServerEngineConfig
+from agent_peft.policies.engine.base import NewRow, ServerEngineConfig
 from agent_peft.policies.engine.server import ServerSampler
 from agent_peft.policies.engine.server_proofs import Canary
 from agent_peft.policies.engine.service import OpenDecoding, Service
@@ -166,6 +166,17 @@ class Talk:
         return (4, 5) if len(self.actions) < self.turns else None
 
 
+class Rewritten(Talk):
+    """Before its second action, the history is another one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, turns=2)
+
+    def act(self, action, logprobs, room):
+        news = super().act(action, logprobs, room)
+        return None if news is None else NewRow((1, 7), len(self.prompt) + len(action))
+
+
 SHORT = SamplingConfig(max_new_tokens=5, max_tokens=60)
 
 
@@ -202,7 +213,8 @@ def processes(models, token, tmp_path, warm_process) -> Iterator[Callable[..., A
         output.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_three_steps_on_two_servers(processes, learner, sampler_of, tmp_path, dtype):
     policy, (url, _), (other, _) = learner(dtype), processes(dtype), processes(dtype)
     sampler, names = sampler_of(policy, url, other), []
@@ -241,6 +253,17 @@ def test_tokens_are_those_of_the_local_engine(pool, learner, sampler_of):
     for talks in again:
         unseeded.generate(talks, sampling)
     assert [t.actions for t in again[0]] != [t.actions for t in again[1]]
+
+
+def test_a_rewritten_history_is_read_in_place_of_the_one_before(pool, learner, sampler_of):
+    policy = learner(trained=True)
+    talks, local = [Rewritten(seed) for seed in range(8)], load_sampler(policy)
+    sampler_of(policy, pool()).generate(talks, SHORT)
+    for talk in talks:
+        for prompt, action, logprobs in zip(((1, 2, 3), (1, 7)), talk.actions, talk.logprobs, strict=True):
+            expected = local.score([*prompt, *action], SHORT)[-len(action) :]
+            assert logprobs == pytest.approx(expected, abs=1e-3)
+    assert len({talk.actions[1] for talk in talks}) > 1, "each draws with a seed of its own"
 
 
 def test_a_run_and_its_evaluations_use_the_servers(pool, models, token, tmp_path, monkeypatch):
@@ -452,6 +475,7 @@ def test_a_server_that_keeps_acting_with_what_it_has(pool, learner, sampler_of, 
     assert sampler.generate([Talk(0)], SHORT).sampled > 0
 
 
+@pytest.mark.slow
 def test_small_changes_raise_nothing(pool, learner, sampler_of):
     """Between two versions that hardly differ, rounding must not look like a stale version."""
     for dtype in ("float32", "bfloat16"):
@@ -541,6 +565,7 @@ def test_a_server_killed_in_a_request(processes, learner, sampler_of):
         sampler.generate(talks, SHORT)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_gets_its_adapter_again(processes, learner, sampler_of):
     url, process = processes()
     policy = learner(trained=True)
@@ -612,6 +637,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_vllm_that_is_killed_between_steps_is_started_again_and_changes_no_byte(
     vllm, pool, learner, sampler_of, tmp_path, caplog
 ):

@@ -16,6 +16,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.slow
 def test_no_request_is_answered_with_500(serving):
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable

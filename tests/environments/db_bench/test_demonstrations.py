@@ -108,7 +108,7 @@ def test_a_mistake_is_refused_and_repaired(load):
 
 
 def test_a_share_of_the_demonstrations_repairs_and_the_others_are_as_before(load):
-    tasks = {"num_tasks": 40, "seed": 6}
+    tasks = {"num_tasks": 20, "seed": 6}
     plain, some, again = (load(generate=tasks, repairs=share) for share in (0, 0.3, 0.3))
     mistakes = 0
     for task in plain.tasks:
@@ -116,7 +116,7 @@ def test_a_share_of_the_demonstrations_repairs_and_the_others_are_as_before(load
         assert len(expected) == 2 and not any(isinstance(reply, Mistake) for reply in expected)
         assert demonstration[-2:] == expected and again.demonstration(task) == demonstration
         mistakes += len(demonstration) == 3
-    assert 4 <= mistakes <= 20
+    assert 1 <= mistakes <= 11
     other = load(generate={**tasks, "seed": 7}, repairs=0.3)
     places = [
         [len(environment.demonstration(task)) for task in environment.tasks] for environment in (some, other)

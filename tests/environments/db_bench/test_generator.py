@@ -44,8 +44,8 @@ def entries(request):
 
 def test_every_generated_task_can_be_used():
     for generated in ({"split": "train"}, {"split": "heldout", "skills": GENERATED_SKILLS}):
-        found = validate_tasks("db_bench", generate={"num_tasks": 66, "seed": 5, **generated})
-        assert (found["tasks"], found["gold_correct"], found["nothing_correct"]) == (66, 66, 0)
+        found = validate_tasks("db_bench", generate={"num_tasks": 33, "seed": 5, **generated})
+        assert (found["tasks"], found["gold_correct"], found["nothing_correct"]) == (33, 33, 0)
 
 
 @pytest.mark.parametrize("entries", ["alone", "combined"], indirect=True)
@@ -215,8 +215,8 @@ def test_plain_tasks_are_short_and_alike():
     conditions = [entry["answer_info"]["sql"].partition(" WHERE ")[2] for entry in plain]
     assert all(re.fullmatch(r"[a-z_]+ (<|>|<=|>=|=) (\d+|'[^']*');", text) for text in conditions)
     assert {text.split()[1] for text in conditions} == {"=", "<", ">", "<=", ">="}
-    found = validate_tasks("db_bench", generate={"num_tasks": 66, "seed": 5, "plain": True})
-    assert (found["gold_correct"], found["nothing_correct"]) == (66, 0)
+    found = validate_tasks("db_bench", generate={"num_tasks": 33, "seed": 5, "plain": True})
+    assert (found["gold_correct"], found["nothing_correct"]) == (33, 0)
 
 
 @pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)

@@ -186,6 +186,7 @@ _REPLIES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.sampled_from([CHANGE, QUERY]), st.lists(_REPLIES, min_size=1, max_size=4))
 @example(

@@ -24,6 +24,7 @@ from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.environments.db_bench.worker import Channel, frame
 from agent_peft.types import InfrastructureError, Outcome, StopReason
+from tests.conftest import case
 
 from .faults import children, wait_until
 from .hostile_replies import COLUMNS, HOSTILE_EPISODES, ROWS
@@ -298,7 +299,7 @@ def test_an_answer_of_the_worker_that_is_none_ends_the_database(monkeypatch):
 
 
 @linux
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [case(False, fast=False), case(True, fast=True)])
 def test_nothing_outlives_us_even_if_we_are_killed(busy):
     script = f"""
 import os, signal, threading, time
@@ -399,6 +400,7 @@ def attack_and_count(alone, count):
     return counts[1][2] - counts[0][2], memory(alone, "VmRSS")
 
 
+@pytest.mark.slow
 @linux
 def test_hostile_episodes_leave_nothing(alone):
     growth, of_server = attack_and_count(alone, 40)

@@ -48,6 +48,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 def test_all_entries_load_and_the_rejected_are_explained(path):
     tasks = {task.id: task for task in load_tasks(path)}
     assert len(tasks) == len(json.loads(path.read_text())) >= 400

@@ -24,6 +24,7 @@ from agent_peft.environments.db_bench.servers.accounts import (
 from agent_peft.environments.db_bench.servers.client import Client, ServerAccount, ServerError, parse_address
 from agent_peft.environments.db_bench.servers.database import ServerDatabase, statement_refusal
 from agent_peft.types import AgentPeftError, InfrastructureError
+from tests.conftest import case
 
 from .faults import children, left_on_the_server, wait_until
 
@@ -70,7 +71,7 @@ def left():
 
 
 @linux
-@pytest.mark.parametrize("as_nobody", [False, True])
+@pytest.mark.parametrize("as_nobody", [case(False, fast=True), case(True, fast=False)])
 def test_nothing_outlives_us_even_if_we_are_killed(mariadb, as_nobody):
     script = """
 import os, signal, threading, time
@@ -108,6 +109,7 @@ def test_it_outlives_the_thread_that_started_it(mariadb):
     assert server_of("mariadb") is started and started.is_running
 
 
+@pytest.mark.slow
 @linux
 def test_it_ends_with_its_watchdog_and_another_takes_its_place(mariadb):
     database = open_database()
@@ -304,6 +306,7 @@ def orphan(prefix):
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_what_dead_processes_left_is_removed(mariadb, tmp_path):
     dead, living = orphan(accounts.PREFIX), owned_name(accounts.PREFIX) + "_kept"
     elsewhere = dead.replace(dead.split("_")[1], "ffffff")
@@ -386,6 +389,7 @@ def test_a_table_that_grows_too_large_is_stopped_before_it_harms_the_server(mari
     database.close()
 
 
+@pytest.mark.slow
 @linux
 def test_a_statement_that_takes_the_servers_memory_is_stopped(mariadb):
     attacker, neighbour = open_database(seconds=30.0), open_database(seconds=30.0)

@@ -151,6 +151,7 @@ def test_these_scorers_do_take_wrong_answers(dataset, reply):
     assert max(scores) == 1.0
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_problems():
     """It has other hashes of texts."""
     datasets = ["leg_counting", "letter_counting", "spell_backward", "knights_knaves", "maze"]

@@ -112,6 +112,7 @@ def storm(tmp_path, episodes, kills, trouble):
     assert any(attempts > 1 for _, attempts in outcomes)
 
 
+@pytest.mark.slow
 def test_fifty_episodes_and_a_server_that_is_killed(tmp_path):
     storm(tmp_path, episodes=50, kills=1, trouble=0.15)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.guard import Limits
 from agent_peft.policies.engine import load_sampler
@@ -14,6 +16,7 @@ from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.types import StopReason
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_more_episodes_than_the_server_holds(serving: Any, tiny_policy) -> None:
     host = serving(
         {"train": load_environment({"kind": "arithmetic", "digits": 2, "num_tasks": 150})},

@@ -82,6 +82,7 @@ def train(settings):
     return steps, [parameter.tolist() for parameter in policy.trainable_parameters()]
 
 
+@pytest.mark.slow
 def test_a_process_that_serves(served):
     process, told = served
     line = told.read_text()

@@ -492,6 +492,7 @@ def play_hostile_replies(serving, episodes):
     return grown
 
 
+@pytest.mark.slow
 def test_hostile_replies_leave_nothing(serving):
     grown, descriptors = play_hostile_replies(serving, 60)
     assert grown < 64 << 20

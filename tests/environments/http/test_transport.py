@@ -21,6 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.guard import Limits
 from agent_peft.environments.http.transport import within_descriptors
+from tests.conftest import case
 from tests.environments.http.strangers import ask, connect, hung_up, request, session, status, until
 
 SUMS = {"kind": "arithmetic", "num_tasks": 500, "digits": 2}
@@ -36,7 +37,12 @@ def served(serving, limits, **more):
 
 @pytest.mark.parametrize(
     ("sent", "token"),
-    [(b"", None), (HALF_A_HEAD + b"X: ", None), (HALF_A_HEAD, "s3cret"), (KEPT + HALF_A_HEAD, None)],
+    [
+        case(b"", None, fast=False),
+        case(HALF_A_HEAD + b"X: ", None, fast=False),
+        case(HALF_A_HEAD, "s3cret", fast=False),
+        case(KEPT + HALF_A_HEAD, None, fast=True),
+    ],
 )
 def test_a_head_that_does_not_end_is_not_waited_for(serving, sent, token):
     """Not even if a byte of it comes now and then, or after a request that was answered."""
@@ -211,6 +217,7 @@ HANDSHAKE = (
 )
 
 
+@pytest.mark.slow
 def test_a_message_that_does_not_end_is_not_waited_for(serving):
     """Unlike a session that only waits, and answers pings."""
     host = served(serving, QUICK)
@@ -237,6 +244,7 @@ def test_messages_that_are_under_way_are_bounded_together(serving):
     assert until(lambda: host._server.config.incomplete == 0)
 
 
+@pytest.mark.slow
 def test_pings_that_are_not_read_about_fill_nothing(serving):
     host = served(serving, Limits(answer_seconds=1.0))
     ping = b"\x89\xfd" + b"\0\0\0\0" + b"x" * 125  # masked with nothing

@@ -70,8 +70,8 @@ def test_each_solution_is_right(number, sandboxed):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *(case(name, 58, fast=False) for name in dict(BLIND_REPLIES)),
-        case("all may run all", 29, fast=True),
+        *(case(name, 29, fast=False) for name in dict(BLIND_REPLIES)),
+        case("all may run all", 15, fast=True),
     ],
 )
 def test_a_blind_reply_is_right_of_no_task(name, number, sandboxed):

