@@ -61,8 +61,8 @@ def test_the_first_minibatch_of_a_real_model_is_on_policy(smollm2, real_dtype):
     sft = {"algorithm": "sft", "steps": 1, "tasks_per_step": 4, **common}
     list(Trainer(policy, environment, StageConfig.model_validate(sft), engine, seed=0))
     start = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
-    rows = [{"kind": kind, **REQUIRED.get(kind, {})} for kind in ROWS]
-    for algorithm in [*rows, {"kind": "rloo", "turn_discount": 0.9}]:
+    kinds = ({"kind": "grpo"}, {"kind": "gspo"}, {"kind": "rloo", "turn_discount": 0.9})
+    for algorithm in kinds:  # ratios of tokens, of replies, and credit by turn
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
                 if name in start:

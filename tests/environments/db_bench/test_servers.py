@@ -158,6 +158,7 @@ def test_a_server_that_is_killed_in_a_query_is_replaced(mariadb):
 def test_a_server_that_does_not_answer_is_replaced(mariadb, monkeypatch):
     monkeypatch.setattr(accounts, "_SECONDS", 1.0)
     monkeypatch.setattr(accounts, "_PING_SECONDS", 0.5)
+    monkeypatch.setattr("agent_peft.environments.db_bench.servers.database._FILL_SECONDS", 5.0)
     database = open_database(seconds=0.2)
     server_of("mariadb").close_idle()
     old = watchdog()

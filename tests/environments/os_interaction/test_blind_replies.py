@@ -81,6 +81,6 @@ def test_a_blind_reply_is_right_of_no_task(name, number, sandboxed):
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_to_do_nothing_is_never_right_and_to_solve_always(split, sandboxed):
-    tasks = environment(400, 9, split)
+    tasks = environment(100, 9, split)
     assert correct(tasks, lambda task: ":") == []
-    assert len(correct(tasks, gold)) == 400
+    assert len(correct(tasks, gold)) == 100
