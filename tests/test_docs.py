@@ -96,6 +96,7 @@ def test_subtraction_is_graded_right(subtraction, monkeypatch):
     assert signs == {True, False}
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_learns(tmp_path, warm_process):
     follow(section("models.md", "A module of your own"), tmp_path, warm_process)
     lines = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]

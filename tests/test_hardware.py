@@ -172,6 +172,7 @@ print(kept, resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked for what it keeps")
 def test_what_was_freed_goes_back_to_the_system():
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)

@@ -40,10 +40,11 @@ def test_a_current_folder_that_is_gone(monkeypatch, tmp_path):
     assert sys.path == ["/usr/lib", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(["-c", "from agent_peft.cli import main; main()"], marks=pytest.mark.slow, id="script"),
+        pytest.param(["-c", "from agent_peft.cli import main; main()"], id="script"),
         pytest.param(["-m", "agent_peft"], id="module"),
     ],
 )

@@ -72,6 +72,7 @@ def test_each_part_of_a_7b_model_on_a_gpu_is_that_by_hand(configure):
     }
 
 
+@pytest.mark.slow
 def test_overrides_that_make_it_fit(configure):
     config, target = configure(), Target.parse("cuda:24GB")
     peak = peak_of(memory(config, target))

@@ -17,6 +17,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.conftest import case
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 pytestmark = [
@@ -37,7 +39,9 @@ def gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("device", "model"), [("cpu", "0.5B"), ("cuda", "7B")])
+@pytest.mark.parametrize(
+    ("device", "model"), [case("cpu", "0.5B", fast=True), case("cuda", "7B", fast=False)]
+)
 def test_it_measures_every_part(device, model, gpu_benchmark, pretended_gpu, tmp_path, monkeypatch, capsys):
     pretending = device == "cuda" and not torch.cuda.is_available()
     if pretending:

@@ -25,6 +25,7 @@ from agent_peft.runs.folder import Lock, clear, open_run_dir, with_policy
 from agent_peft.runs.history import LOG
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 from tests.runs.conftest import Killed, killing
 
 HELDOUT = {"kind": "arithmetic", "digits": 1, "num_tasks": 3, "split": "heldout"}
@@ -133,7 +134,7 @@ def test_what_a_scheduler_or_a_disk_has_put_there_is_no_obstacle(config):
     assert (config.run_dir / "slurm-12.out").read_text() == "before"
 
 
-@pytest.mark.parametrize("start", ["new", "fresh"])
+@pytest.mark.parametrize("start", [case("new", fast=False), case("fresh", fast=True)])
 def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp_path, monkeypatch, start):
     """``run.json`` is the first file and stays the last one, so what a kill leaves is recognized."""
     config = with_policy(config, dtype="float32")

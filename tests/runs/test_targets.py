@@ -20,6 +20,7 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.runs import targets
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
+from tests.conftest import case
 
 TASKS = {"kind": "arithmetic", "digits": 1, "num_tasks": 6}
 
@@ -193,7 +194,13 @@ def test_before_and_after_of_an_adapter(trained, refused):
     )
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["as it was trained", "with another configuration"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        case(None, fast=False, name="as it was trained"),
+        case({"rank": 4}, fast=True, name="with another configuration"),
+    ],
+)
 def test_a_checkpoint_of_all_parameters_is_measured_as_its_run(trained, settings, lora):
     """It has no tokenizer of its own: its configuration has one."""
     trained(steps=20, policy={**settings["policy"], "lora": None})

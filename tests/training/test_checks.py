@@ -20,6 +20,7 @@ from agent_peft.training import checks
 from agent_peft.training import trainer as trainer_module
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, TrustError
+from tests.conftest import case
 
 TWO_LAYERS = {
     "model_type": "llama",
@@ -139,7 +140,7 @@ def test_a_first_step_without_variance_is_no_fault(make_trainer):
 # -- rounding to 16 bits is no fault, whatever its size ------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.1])
+@pytest.mark.parametrize("temperature", [case(0.3, fast=False), case(0.1, fast=True)])
 def test_rounding_is_measured_at_the_temperature_of_the_stage(make_trainer, temperature):
     """They are of logits / T, whose rounding is 1 / T as large: 4 of 10 fresh policies stopped."""
     mismatch = 0.0

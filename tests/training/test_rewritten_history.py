@@ -28,6 +28,7 @@ from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason, Task, Trajectory
+from tests.conftest import case
 from tests.policies.conftest import random_model
 
 # as DeepSeek R1's and Qwen3's: the prompt opens a thought, and a new message of the user drops it
@@ -182,8 +183,15 @@ def test_the_gradient_is_that_of_separate_sequences(packing: bool, episodes: lis
     assert float((gradient(halves) - alone).abs().max()) <= bound
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", [GrpoConfig(kl_coef=0.1), PpoConfig(update_epochs=2)])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [
+        case(GrpoConfig(kl_coef=0.1), torch.float32, fast=True),
+        case(GrpoConfig(kl_coef=0.1), torch.bfloat16, fast=False),
+        case(PpoConfig(update_epochs=2), torch.float32, fast=False),
+        case(PpoConfig(update_epochs=2), torch.bfloat16, fast=True),
+    ],
+)
 def test_training_raises_no_alarm(algorithm: GrpoConfig | PpoConfig, dtype: torch.dtype) -> None:
     stage = StageConfig(
         algorithm=algorithm, steps=2, tasks_per_step=2, group_size=4, sampling=SAMPLING,

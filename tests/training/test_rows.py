@@ -15,19 +15,23 @@ from agent_peft.training.stage import StageConfig
 from agent_peft.training.step_metrics import mean_of
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 
 REQUIRED = {"dr_grpo": {"constant_length": 3}}
 ROWS = [kind for kind, config in ALGORITHMS.items() if config.__module__.endswith(".rows")]
+POLICIES = {"lora": {}, "whole": {"lora": None}, "bfloat16": {"dtype": "bfloat16"}}
 # a random policy is never right: what it is paid for is saying digits, and never less than 0
 PRICES = {"incorrect": 0.5, "invalid_action": -0.5}
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [{}, {"lora": None}, {"dtype": "bfloat16"}],
-    ids=["lora", "whole", "bfloat16"],
+    ("kind", "policy"),
+    [
+        case(kind, policy, fast=number % len(POLICIES) == place, name=f"{kind}-{name}")
+        for number, kind in enumerate(ROWS)
+        for place, (name, policy) in enumerate(POLICIES.items())
+    ],
 )
-@pytest.mark.parametrize("kind", ROWS)
 def test_the_first_minibatch_is_on_policy(make_trainer, kind, policy):
     algorithm = {"kind": kind, **REQUIRED.get(kind, {})}
     keys = ALGORITHMS[kind].model_fields

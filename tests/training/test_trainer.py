@@ -421,7 +421,13 @@ def test_dropout_acts_in_training_and_never_in_scoring(make_trainer):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["sft", "grpo", {"kind": "grpo", "kl_coef": 0.1, "update_epochs": 2}], ids=str
+    "algorithm",
+    [
+        case("sft", fast=False),
+        case("grpo", fast=False),
+        case({"kind": "grpo", "kl_coef": 0.1, "update_epochs": 2}, fast=True),
+    ],
+    ids=str,
 )
 def test_under_dropout_neither_microbatches_nor_packing_change_the_result(make_trainer, algorithm):
     def losses(packing: bool = True, **stage) -> list[float]:

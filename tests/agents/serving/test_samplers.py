@@ -555,6 +555,7 @@ def test_a_server_that_is_started_again_during_a_proof(pool, learner, sampler_of
     assert lost == [sampler_of(learner(), pool()).version.name]
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_a_request(processes, learner, sampler_of):
     url, process = processes()
     other, _ = processes()

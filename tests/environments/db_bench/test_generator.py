@@ -27,6 +27,7 @@ from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.types import AgentPeftError
+from tests.conftest import case
 
 
 @cache
@@ -55,7 +56,11 @@ def test_the_skills_take_turns_and_come_first(entries):
         assert entry["skill_list"][0] == primary_skill(entry["skill_list"]) == SKILLS[i % len(SKILLS)]
 
 
-@pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)
+@pytest.mark.parametrize(
+    "entries",
+    [case(which, fast=which in ("train", "heldout", "combined")) for which in (*SPLITS, "alone", "combined")],
+    indirect=True,
+)
 def test_the_skills_are_those_of_the_sql(entries):
     for name, entry in entries.items():
         assert tuple(entry["skill_list"]) == skills_of(entry["answer_info"]["sql"]), name

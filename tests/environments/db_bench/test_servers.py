@@ -245,6 +245,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 def test_what_an_agent_does_stays_with_it(mariadb, tmp_path):
     honest = open_database()
     files = sorted(os.listdir(folder()))

@@ -22,6 +22,7 @@ from agent_peft.rollout.collector import Collection, Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import summarize
 from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason, Task
+from tests.conftest import case
 
 
 class Brittle(Arithmetic):
@@ -91,7 +92,9 @@ def fails_once(times: int, result: StepResult) -> None:
         raise InfrastructureError("the disk is full")
 
 
-@pytest.mark.parametrize("breaks", [crashes, raises, fails_once])
+@pytest.mark.parametrize(
+    "breaks", [case(crashes, fast=True), case(raises, fast=False), case(fails_once, fast=False)]
+)
 def test_it_reports_the_success_that_it_has(serving: Any, breaks: Callable[[int, StepResult], None]) -> None:
     def play(breaks: Callable[[int, StepResult], None]) -> Collection:
         host = serving({"train": Brittle(breaks)})

@@ -60,11 +60,11 @@ def test_the_replies_are_distinct():
     )
 
 
-@pytest.mark.parametrize("number", [case(29, fast=True), case(58, fast=False)])
-def test_each_solution_is_right(number, sandboxed):
-    tasks = environment(number, 5, "heldout")
+@pytest.mark.slow
+def test_each_solution_is_right(sandboxed):
+    tasks = environment(29, 5, "heldout")
     assert {skill for task in tasks.tasks for skill in task.skills} == set(SKILLS)
-    assert len(correct(tasks, gold)) == number
+    assert len(correct(tasks, gold)) == 29
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from agent_peft.policies.forward import language_model
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
+from tests.conftest import case
 
 MakePolicy = Callable[..., Policy]
 
@@ -179,7 +180,7 @@ def models_own(policy: Policy, batch: Batch) -> Tensor:
     return out * batch.action_mask
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [case(name, fast=i % 2 == 0) for i, name in enumerate(FAMILIES)])
 def test_trainer_and_sampler_say_what_the_model_says(name, make_policy):
     kind, settings = FAMILIES[name]
     policy = make_policy(kind, lora=False, **settings)
