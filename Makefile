@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 # what is compiled is kept, or each worker and each program that a test starts compiles it again
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest -n 4 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart check docs site pictures bench-smoke test test-slow test-all

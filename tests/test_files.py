@@ -82,6 +82,7 @@ def test_json_that_is_not_fit(text):
         parse_json(text)
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),

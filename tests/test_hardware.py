@@ -62,6 +62,7 @@ def test_the_users_word_is_the_last(cores, monkeypatch):
     assert choose_threads(None, neighbours=2).number == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an operating system with affinities")
 def test_a_process_of_one_core_runs_one_thread():
     code = (

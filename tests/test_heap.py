@@ -64,6 +64,7 @@ def test_the_users_own_settings_stay():
     assert run(SHOW, **{VARIABLE: TUNABLES}) == ["None", "1"]
 
 
+@pytest.mark.slow
 def test_freed_tensors_leave_room_for_tensors_of_their_size():
     """The heap grew with every tensor that followed: to 0.9 GB here, for at most 12 MB of tensors."""
     (growth,) = map(int, run(GROWTH))

@@ -261,6 +261,18 @@ def test_a_part_waits_for_its_process_of_an_earlier_launch(
         first.learner.kill(time.monotonic() + 5)
 
 
+def test_a_part_that_ends_before_it_is_recorded_is_not_waited_for(
+    supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = supervise(learner=learner("pass"))
+    with monkeypatch.context() as patch:
+        patch.setattr("agent_peft.supervisor.start_of", lambda pid: None)
+        first.learner.start()
+    first.learner.kill(time.monotonic() + 20)
+    monkeypatch.setattr("agent_peft.supervisor.GRACE", 0.5)
+    assert supervise(learner=learner("pass"))[0].run() == 0
+
+
 def _lives(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

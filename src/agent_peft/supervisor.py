@@ -96,7 +96,7 @@ class Keeper:
             pid = int(former.split()[1])
         except (OSError, ValueError, IndexError):  # there was none
             return
-        while _identity(pid) == former:
+        while start_of(pid) is not None and _identity(pid) == former:
             if time.monotonic() > deadline:
                 raise InfrastructureError(
                     f"{self.part.name}: process {pid} of an earlier launch still runs; end it first"

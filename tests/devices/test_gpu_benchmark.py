@@ -88,6 +88,7 @@ def test_it_ends_in_time_and_goes_on_after_what_fails(gpu_benchmark, tmp_path):
     assert found["slow"]["error"] == "the time was up" and found["slow"]["section_seconds"] < 20
 
 
+@pytest.mark.slow
 def test_it_runs_the_tests_that_need_a_gpu(gpu_benchmark, tmp_path):
     (tmp_path / "test_x.py").write_text(
         "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n@pytest.mark.gpu\ndef test_b(): assert 0\n"

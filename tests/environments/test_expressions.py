@@ -64,6 +64,7 @@ def test_what_cannot_be_used_is_told_in_a_line(expression, told):
         assert any(part in said for part in told.split("|")) and said.isprintable() and len(said) < 250
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.text("ab(){}[]*+?|^$\\\\1,9<>=!:P.", max_size=40) | st.text(max_size=30),

@@ -185,6 +185,7 @@ def test_all_parameters_then_a_new_adapter(folder):
     assert base_named_by(folder / "grpo/checkpoints/step_000002") == str(folder / "grpo/start")
 
 
+@pytest.mark.slow
 def test_a_chain_of_three_runs(folder):
     """The third continues with an adapter whose model is the second's own."""
     make("second", {"model": "sft", "merge_adapter": True})
