@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
-# what is compiled is kept, or each worker and each program that a test starts compiles it again
+# what is compiled is kept, or each worker and each program that a test starts compiles it again;
+# three workers for two cores, since a third of the tests' time is waiting
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help

@@ -151,9 +151,7 @@ def kill_after(config: TrainConfig, steps: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lora", [case(LORA, fast=True, name="adapter"), case(None, fast=False, name="all weights")]
-)
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "all weights"])
 def test_a_killed_run_is_measured_to_the_same_reference(config, tmp_path, monkeypatch, run_contents, lora):
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": lora})})
     train(config)

@@ -22,7 +22,6 @@ from agent_peft.runs.targets import evaluate_target
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
-from tests.conftest import case
 
 # Adam divides small gradients by themselves, noise and all
 SMOOTH = {
@@ -50,8 +49,8 @@ def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        case(PPO, fast=False),
-        case({**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False}, fast=True),
+        PPO,
+        {**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False},
     ],
     ids=len,
 )
