@@ -237,8 +237,10 @@ ARCHITECTURE = {
 
 @pytest.fixture
 def policy_config() -> ScratchConfig:
+    """Two processes write the same bytes for it: ``matmul: auto`` would be measured by each of them."""
+    lora = LoraSettings(rank=4, alpha=8)
     return ScratchConfig(
-        architecture=ARCHITECTURE, alphabet=ALPHABET, lora=LoraSettings(rank=4, alpha=8), device="cpu"
+        architecture=ARCHITECTURE, alphabet=ALPHABET, lora=lora, device="cpu", matmul="torch"
     )
 
 

@@ -73,7 +73,7 @@ def test_a_run_keeps_the_library_that_it_began_with(config, monkeypatch):
     def measured(name):
         monkeypatch.setattr(folder_module, "choose_library", lambda *_: Library(name, "measured"))
 
-    config = with_policy(config, dtype="float32")
+    config = with_policy(config, dtype="float32", matmul="auto")
     measured("onednn")
     train(config)
     measured("torch")
