@@ -39,6 +39,13 @@ def test_a_run_for_each_combination(config: Path) -> None:
     assert all(cell.folder.parent == config.parent / "run" for cell in cells)
 
 
+def test_a_folder_for_all_is_set_once_for_each(config: Path, tmp_path: Path, caplog) -> None:
+    cells = plan(config, ["seeds=2", f"run_dir={tmp_path / 'other'}"])
+    assert [cell.folder.parent for cell in cells] == [tmp_path / "other"] * 2
+    assert [sum(text.startswith("run_dir=") for text in cell.overrides) for cell in cells] == [1, 1]
+    assert caplog.messages == []  # no override replaces another
+
+
 def test_a_value_may_be_a_list_and_jobs_share_the_cores(config: Path) -> None:
     cells = plan(config, ["sampling.stop=[[a], [b, c]]", "stages.0.algorithm=[sft, reinforce]"], jobs=64)
     assert cells[1].overrides[:2] == ("threads=1", 'sampling.stop=["a"]')

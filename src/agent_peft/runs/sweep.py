@@ -71,6 +71,7 @@ def plan(config: Path, arguments: Sequence[str], jobs: int = 1) -> list[Cell]:
         )
     if jobs > 1 and settings.threads is None:
         fixed.append(f"threads={max(1, (os.cpu_count() or 1) // jobs)}")
+    fixed = [text for text in fixed if text.partition("=")[0].strip() != "run_dir"]
     cells = []
     for values in product(*axes.values()):
         of_cell = dict(zip(axes, values, strict=True))
