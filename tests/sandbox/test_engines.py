@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox import engines
+from agent_peft.sandbox.base import MachineLost, SandboxLimits
 from agent_peft.sandbox.engines import ENGINES, EngineSandbox, pack, run_options, trusted_changes, where
 from agent_peft.types import AgentPeftError, InfrastructureError
 
@@ -23,7 +24,7 @@ LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16)
 IMAGE = "localhost/agent-peft-test:latest"
 PROGRAMS = (
     "bash", "cat", "ls", "rm", "sleep", "seq", "grep", "tr", "xargs", "mkdir", "stat", "ln", "chmod",
-    "cp", "env", "id", "touch", "test", "true", "kill", "find",
+    "cp", "chown", "head", "env", "id", "touch", "test", "true", "kill", "find",
 )  # fmt: skip
 
 
@@ -69,7 +70,9 @@ def test_the_visible_changes_of_a_container_are_packed():
             member.uid = 7
             archive.addfile(member, io.BytesIO(b"abc"[: member.size]))
     export.seek(0)
-    with tarfile.open(fileobj=io.BytesIO(pack(export, visible))) as archive:
+    content, packed = pack(export, visible)
+    assert packed == {b"/srv": True, b"/srv/a": False}
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         assert [(each.name, each.uid) for each in archive] == [("srv", 7), ("srv/a", 7)]
 
 
@@ -131,6 +134,46 @@ def test_an_inspection_of_a_container(engine):
         assert (found.output, found.exit_code) == ("mine\n0\n", 9)
         with pytest.raises(RuntimeError, match="its machine has ended"):
             sandbox.run("true", 5)
+
+
+def test_an_inspection_sees_owners_modes_times_and_links(engine):
+    """Podman and Docker have an option of one name for owners, with opposite meanings."""
+    with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+        sandbox.run(
+            "mkdir /srv/d; touch -d 2001-01-01T00:00Z /srv/h; ln /srv/h /srv/hard; ln -s h /srv/s", 20
+        )
+        sandbox.run(
+            "chown 7:8 /srv/h; chown -h 9:8 /srv/s; chown 0:8 /srv/d; chmod 2775 /srv/d; chmod 700 /srv", 20
+        )
+        script = "stat -c '%n %u:%g %a %h %Y' /srv /srv/*"
+        expected = [line.split() for line in sandbox.run(script, 20).output.splitlines()]
+        assert [line[1] for line in expected] == ["0:0", "0:8", "7:8", "7:8", "9:8"]
+        assert [line.split() for line in sandbox.inspect(script, 20).output.splitlines()] == expected
+
+
+def test_a_file_may_take_the_place_of_a_folder_and_the_reverse(engine):
+    with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+        sandbox.run(
+            "rm -rf /srv; echo file >/srv; rm /bin/seq; mkdir /bin/seq; rm -r /tmp; ln -s root /tmp", 20
+        )
+        found = sandbox.inspect("cat /srv; test -d /bin/seq || echo ours; test -L /tmp; echo $?", 20)
+        assert found.output == "file\nours\n0\n"
+
+
+def test_tars_of_any_length_arrive(engine):
+    """Podman refuses an archive that goes on behind its end in a new block of 32 KiB."""
+    for size in (0, 61_000, 62_000):
+        with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+            sandbox.run(f"seq -s '' 99999 | head -c {size} >/srv/a", 20)
+            assert sandbox.inspect("stat -c %s /srv/a", 20).output == f"{size}\n"
+
+
+def test_what_an_engine_refuses_is_not_graded(engine, monkeypatch):
+    with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+        sandbox.run("echo mine >/srv/a", 20)
+        monkeypatch.setattr(engines, "pack", lambda *_: (b"no tar", {}))
+        with pytest.raises(MachineLost, match=f"{engine} cp failed: "):
+            sandbox.inspect("true", 20)
 
 
 @pytest.mark.slow

@@ -27,10 +27,12 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 ENGINES = ("docker", "podman")
 IMAGE = "debian:bookworm-slim"
 _SECONDS = 120.0
+_KEEP_OWNERS = {"docker": "--archive", "podman": "--archive=false"}  # the same option, with opposite meanings
 _ARRIVAL = 0.03  # seconds: a client may deliver the two streams in another order than they were written
 _BASH = ("/bin/bash", "--noprofile", "--norc", "-c")
 # The script comes through the input, up to a null character, so that no program it starts can read it.
 _SCRIPT = (*_BASH, 'IFS= read -r -d ""; exec </dev/null 2>&1; eval "unset REPLY; $REPLY"', "bash")
+_REMOVE = 'mapfile -d "" -t -n "$1"; printf "%s\\0" "${MAPFILE[@]}" | xargs -0r rm -f --; xargs -0r rm -rf --'
 # Process 1 cannot be killed from inside and waits for orphans. It ends when our end of its input closes,
 # which also happens when our process dies.
 _PROCESS_1 = (*_BASH, "echo up; while read -r; do :; done")
@@ -82,14 +84,15 @@ class EngineSandbox(Sandbox):
         if not self._inspecting:
             self._inspecting = True
             self._shell.close()
-            self._call("pause", self._name)  # no file changes while they are read
-            changed, deleted = self._changes(script)
+            self._call("pause", self._name, may_fail=True)  # no file changes while they are read
+            changed, folders, others = self._changes(script)
             self._remove()
             self._create()
-            self._call("cp", "--archive", "-", f"{self._name}:/", given=changed)
-            if deleted:
-                remove = (*_BASH, "xargs -0 rm -rf --")
-                self._call("exec", "-i", self._name, *remove, given=b"\0".join(deleted))
+            # What is in the way of a path goes: a folder of the image only if the path is none.
+            given = b"".join(path + b"\0" for path in (*folders, *others))
+            remove = (*_BASH, _REMOVE, "remove", str(len(folders)))
+            self._call("exec", "-i", self._name, *remove, given=given, may_fail=True)
+            self._call("cp", _KEEP_OWNERS[self._engine], "-", f"{self._name}:/", given=changed)
         return self._run_script(script, timeout, "inspection")
 
     def close(self) -> None:
@@ -163,28 +166,40 @@ class EngineSandbox(Sandbox):
         return streams
 
     def _signal(self, since: str, number: int) -> int:
-        out = self._call("exec", self._name, *_BASH, _SIGNAL, "signal", since, str(int(number)), self._mark)
+        arguments = "signal", since, str(int(number)), self._mark
+        out = self._call("exec", self._name, *_BASH, _SIGNAL, *arguments, may_fail=True)
         words = out.decode("utf-8", "replace").split()
         return int(words[-1]) if words and words[-1].isdigit() else 0
 
-    def _changes(self, script: str) -> tuple[bytes, list[bytes]]:
-        """Return a tar of the changed files that ``script`` sees, and the paths of the deleted ones."""
+    def _changes(self, script: str) -> tuple[bytes, list[bytes], list[bytes]]:
+        """Return a tar of the changes that ``script`` sees, its folders, and all other paths that changed or
+        were deleted.
+        """
         lines = self._call("diff", self._name).decode("utf-8", "surrogateescape").splitlines()
         visible = trusted_changes({line[2:]: line[0] for line in lines if line[1:2] == " "}, script)
         with subprocess.Popen(
             [self._engine, "export", self._name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as export:
             assert export.stdout is not None
-            content = pack(export.stdout, {path for path, kind in visible.items() if kind != "D"})
-        return content, [os.fsencode(path) for path, kind in visible.items() if kind == "D"]
+            content, packed = pack(export.stdout, {path for path, kind in visible.items() if kind != "D"})
+            while export.stdout.read(1 << 20):  # Podman does not end before all is read
+                pass
+        if export.returncode:
+            raise MachineLost(f"{self._engine} export failed: exit code {export.returncode}")
+        others = [os.fsencode(path) for path, kind in visible.items() if kind == "D"]
+        others += [path for path, is_folder in packed.items() if not is_folder]
+        return content, [path for path, is_folder in packed.items() if is_folder], others
 
-    def _call(self, *arguments: str, given: bytes = b"") -> bytes:
+    def _call(self, *arguments: str, given: bytes = b"", may_fail: bool = False) -> bytes:
         try:
             done = subprocess.run(
                 [self._engine, *arguments], input=given, capture_output=True, timeout=_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise MachineLost(f"{self._engine} {arguments[0]} failed: {error}") from error
+        if done.returncode and not may_fail:
+            reason = " ".join(done.stderr.decode("utf-8", "replace").split())
+            raise MachineLost(f"{self._engine} {arguments[0]} failed: {reason}")
         return done.stdout
 
 
@@ -257,8 +272,10 @@ def trusted_changes(changes: Mapping[str, str], script: str) -> dict[str, str]:
     }
 
 
-def pack(export: IO[bytes], wanted: Iterable[str]) -> bytes:
-    """Select the wanted paths of a container's tar. Links into /proc and /dev are left out."""
+def pack(export: IO[bytes], wanted: Iterable[str]) -> tuple[bytes, dict[bytes, bool]]:
+    """Select the wanted paths of a container's tar. Links into /proc and /dev are left out. Return a tar, and
+    of each path in it whether it is a folder.
+    """
     names, content = {path.strip("/") for path in wanted}, io.BytesIO()
     links: dict[bytes, bytes] = {}
     members = []
@@ -270,9 +287,14 @@ def pack(export: IO[bytes], wanted: Iterable[str]) -> bytes:
             if name in names:
                 file = source.extractfile(member) if member.isreg() else None
                 members.append((member, file.read() if file is not None else b""))
-    refused = escaping(links)
+    refused, packed = escaping(links), dict[bytes, bool]()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as target:
         for member, text in members:
-            if b"/" + os.fsencode(member.name.removeprefix("./").strip("/")) not in refused:
+            path = b"/" + os.fsencode(member.name.removeprefix("./").strip("/"))
+            if path not in refused:
                 target.addfile(member, io.BytesIO(text))
-    return content.getvalue()
+                packed[path] = member.isdir()
+        end = (
+            target.offset + 2 * tarfile.BLOCKSIZE
+        )  # what would follow fills a tape's record; Podman refuses it
+    return content.getvalue()[:end], packed
