@@ -137,7 +137,6 @@ def test_an_inspection_of_a_container(engine):
 
 
 def test_an_inspection_sees_owners_modes_times_and_links(engine):
-    """Podman and Docker have an option of one name for owners, with opposite meanings."""
     with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
         sandbox.run(
             "mkdir /srv/d; touch -d 2001-01-01T00:00Z /srv/h; ln /srv/h /srv/hard; ln -s h /srv/s", 20

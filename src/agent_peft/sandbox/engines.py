@@ -27,12 +27,18 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 ENGINES = ("docker", "podman")
 IMAGE = "debian:bookworm-slim"
 _SECONDS = 120.0
-_KEEP_OWNERS = {"docker": "--archive", "podman": "--archive=false"}  # the same option, with opposite meanings
 _ARRIVAL = 0.03  # seconds: a client may deliver the two streams in another order than they were written
 _BASH = ("/bin/bash", "--noprofile", "--norc", "-c")
 # The script comes through the input, up to a null character, so that no program it starts can read it.
 _SCRIPT = (*_BASH, 'IFS= read -r -d ""; exec </dev/null 2>&1; eval "unset REPLY; $REPLY"', "bash")
-_REMOVE = 'mapfile -d "" -t -n "$1"; printf "%s\\0" "${MAPFILE[@]}" | xargs -0r rm -f --; xargs -0r rm -rf --'
+# Reads the given number of folders, and then other paths.
+_REMOVE = r"""
+if [ "$1" != 0 ]; then
+  mapfile -d "" -t -n "$1"
+  printf '%s\0' "${MAPFILE[@]}" | xargs -0 rm -f --
+fi
+xargs -0r rm -rf --
+"""
 # Process 1 cannot be killed from inside and waits for orphans. It ends when our end of its input closes,
 # which also happens when our process dies.
 _PROCESS_1 = (*_BASH, "echo up; while read -r; do :; done")
@@ -92,7 +98,8 @@ class EngineSandbox(Sandbox):
             given = b"".join(path + b"\0" for path in (*folders, *others))
             remove = (*_BASH, _REMOVE, "remove", str(len(folders)))
             self._call("exec", "-i", self._name, *remove, given=given, may_fail=True)
-            self._call("cp", _KEEP_OWNERS[self._engine], "-", f"{self._name}:/", given=changed)
+            # With --archive both engines make root the owner of all, whatever Docker's manual says
+            self._call("cp", "--archive=false", "-", f"{self._name}:/", given=changed)
         return self._run_script(script, timeout, "inspection")
 
     def close(self) -> None:
