@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,21 @@ from transformers import PreTrainedTokenizerFast
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.demonstrations import DemonstrationCheck, demonstrate, unsayable_because
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.types import AgentPeftError, Group, Message, Outcome, StepResult, StopReason, Task, Trajectory
+from agent_peft.rollout.sources import Demonstrations
+from agent_peft.types import (
+    AgentPeftError,
+    Group,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+    Trajectory,
+)
 
 
 class Shown(Environment, Episode):
@@ -44,6 +57,31 @@ class Shown(Environment, Episode):
         return StepResult("", True, self.outcome, StopReason.FINISHED) if not self.left else StepResult("=")
 
     def close(self) -> None: ...
+
+
+class Failing(Shown):
+    """Fails in one of its methods, so many times."""
+
+    def __init__(self, place: str, times: int) -> None:
+        super().__init__(["1", "2"])
+        self.place, self.times = place, times
+
+    def fail(self, place: str) -> None:
+        if place == self.place and self.times:
+            self.times -= 1
+            raise InfrastructureError("the disk is full")
+
+    def demonstration(self, task: Task) -> Any:
+        self.fail("demonstration")
+        return super().demonstration(task)
+
+    def start(self) -> Sequence[Message]:
+        self.fail("start")
+        return super().start()
+
+    def step(self, action: str) -> StepResult:
+        self.fail("step")
+        return super().step(action)
 
 
 @pytest.fixture
@@ -118,3 +156,21 @@ def test_a_demonstration_that_is_no_list_of_texts_is_one_line(actions, chat):
     ) as raised:
         demonstrate(Shown(actions), Task("t0"), chat, RewardConfig(), seed=0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["demonstration", "start", "step"])
+def test_an_environment_that_fails_is_tried_as_often_as_in_a_rollout(place, chat):
+    order = SimpleNamespace(at=lambda step: [Task("t0"), Task("t1")])
+    ranks = SimpleNamespace(share=lambda tasks: tasks, world_size=1, rank=0, gather=lambda part: [part])
+
+    def collected(times: int) -> Collection:
+        check = DemonstrationCheck(chat, SamplingConfig())
+        source = Demonstrations(Failing(place, times), order, chat, RewardConfig(), 0, ranks, check)
+        return source.collect(0)
+
+    never, twice = collected(0), collected(2)
+    assert twice.groups == never.groups and (never.failures, twice.failures) == (0, 2)
+    with pytest.raises(
+        InfrastructureError, match=r"task t0: the environment failed 3 times .*the disk is full"
+    ):
+        collected(3)

@@ -16,10 +16,19 @@ from agent_peft.environments.base import Demonstrated, Environment
 from agent_peft.environments.contract import ContractError
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.printable import printable
-from agent_peft.rollout.collector import LINE, error_line, origin_of
+from agent_peft.rollout.collector import ATTEMPTS, LINE, error_line, origin_of
 from agent_peft.rollout.conversation import EpisodeConversation
 from agent_peft.rollout.rewards import RewardConfig, price
-from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
+from agent_peft.types import (
+    AgentPeftError,
+    Group,
+    InfrastructureError,
+    Outcome,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from agent_peft.policies.tokenization import ChatTokenizer
@@ -131,8 +140,37 @@ def demonstrate(
     rewards: RewardConfig,
     seed: int,
     actions: Sequence[str] | None = None,
+    failures: list[InfrastructureError] | None = None,
 ) -> Trajectory:
-    """The trajectory of a task's demonstration, replayed in the environment, so its observations are real."""
+    """The trajectory of a task's demonstration, replayed in the environment, so its observations are real.
+
+    Args:
+        failures: a list for the failures of the environment after which it was tried again.
+
+    Raises:
+        InfrastructureError: the environment failed ``ATTEMPTS`` times, as many as in a rollout.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            return _replayed(environment, task, chat, rewards, seed, actions)
+        except InfrastructureError as error:
+            failure = error
+            if failures is not None:
+                failures.append(error)
+    raise InfrastructureError(
+        f"task {task.id}: the environment failed {ATTEMPTS} times while its demonstration was replayed: "
+        f"{failure}"
+    ) from failure
+
+
+def _replayed(
+    environment: Environment,
+    task: Task,
+    chat: ChatTokenizer,
+    rewards: RewardConfig,
+    seed: int,
+    actions: Sequence[str] | None,
+) -> Trajectory:
     if actions is None:
         actions = environment.demonstration(task)
     if actions is None:
@@ -157,6 +195,8 @@ def demonstrate(
     finally:
         conversation.close()
     error = defects[0] if conversation.stop_reason is StopReason.DEFECT else conversation.failure
+    if isinstance(error, InfrastructureError):
+        raise error
     if isinstance(error, AgentPeftError) and not isinstance(error, ContractError):
         raise AgentPeftError(f"task {task.id}: {error}") from error
     if error is not None:

@@ -22,7 +22,7 @@ from agent_peft.rollout.replays import Replays, ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.task_order import Order
 from agent_peft.seeding import derive
-from agent_peft.types import Group, Outcome, Task, Trajectory
+from agent_peft.types import Group, InfrastructureError, Outcome, Task, Trajectory
 
 if TYPE_CHECKING:
     from agent_peft.policies.tokenization import ChatTokenizer
@@ -129,11 +129,12 @@ class Demonstrations:
 
     def collect(self, step: int) -> Collection:
         tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
+        failures = list[InfrastructureError]()
         groups = [
-            Group(task, [demonstrate(self.environment, task, self.chat, self.rewards, seed)])
+            Group(task, [demonstrate(self.environment, task, self.chat, self.rewards, seed, None, failures)])
             for task in self.ranks.share(tasks)
         ]
-        collection = gather_collection(self.ranks, Collection(groups), tasks)
+        collection = gather_collection(self.ranks, Collection(groups, len(failures)), tasks)
         return replace(collection, metrics=self.check.count(collection.groups))
 
 
