@@ -176,19 +176,22 @@ def test_what_an_engine_refuses_is_not_graded(engine, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_container_ends_with_us(engine):
+@pytest.mark.parametrize("what", ["waits", "reads the files of a machine"])
+def test_a_container_ends_with_us(engine, what):
     program = (
-        "import sys, time\nfrom agent_peft.sandbox.base import SandboxLimits\n"
-        "from agent_peft.sandbox.engines import EngineSandbox\n"
-        f"s = EngineSandbox(SandboxLimits(), {engine!r}, {IMAGE!r})\ns.start()\ns.run('sleep 600 &', 20)\n"
-        "print(s._name, flush=True)\ntime.sleep(600)"
-    )
+        "import sys, time\nfrom agent_peft.sandbox import engines\n"
+        "from agent_peft.sandbox.base import SandboxLimits\n"
+        f"s = engines.EngineSandbox(SandboxLimits(), {engine!r}, {IMAGE!r})\n"
+        "s.start()\ns.run('sleep 600 &', 20)\n"
+        "def wait(*_): print(s._name, flush=True), time.sleep(600)\n"
+        "engines.pack = wait\n"
+    ) + ("wait()" if what == "waits" else "s.inspect('true', 20)")
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as ours:
         assert ours.stdout is not None
         name = ours.stdout.readline().strip()
         ours.kill()
     deadline = time.monotonic() + 30
     command = [engine, "ps", "--all", "--format", "{{.Names}}"]
-    while name in subprocess.run(command, capture_output=True, text=True).stdout:
-        assert time.monotonic() < deadline
+    while not name or name in subprocess.run(command, capture_output=True, text=True, timeout=30).stdout:
+        assert name and time.monotonic() < deadline
         time.sleep(0.2)

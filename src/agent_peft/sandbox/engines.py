@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
+from agent_peft.child_processes import end_with_parent
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.bundle import ENVIRONMENTS
 from agent_peft.sandbox.inspection import is_hidden
@@ -90,8 +91,9 @@ class EngineSandbox(Sandbox):
         if not self._inspecting:
             self._inspecting = True
             self._shell.close()
-            self._call("pause", self._name, may_fail=True)  # no file changes while they are read
-            changed, folders, others = self._changes(script)
+            with self._removal_at_our_end():
+                self._call("pause", self._name, may_fail=True)  # no file changes while they are read
+                changed, folders, others = self._changes(script)
             self._remove()
             self._create()
             # What is in the way of a path goes: a folder of the image only if the path is none.
@@ -145,6 +147,19 @@ class EngineSandbox(Sandbox):
                 stream.close()
         first.wait(_SECONDS)
 
+    def _removal_at_our_end(self) -> subprocess.Popen[bytes]:
+        """A process that removes the container when its input closes, also by our death: process 1 of a
+        paused container does not notice that.
+        """
+        command = ["/bin/sh", "-c", 'read -r _; exec "$0" rm --force "$1"', self._engine, self._name]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
     def _check(self) -> None:
         if self._first is None:
             raise RuntimeError("the sandbox is not running")
@@ -184,8 +199,12 @@ class EngineSandbox(Sandbox):
         """
         lines = self._call("diff", self._name).decode("utf-8", "surrogateescape").splitlines()
         visible = trusted_changes({line[2:]: line[0] for line in lines if line[1:2] == " "}, script)
+        # Podman would wait for a reader that has died, and keep the container's lock
         with subprocess.Popen(
-            [self._engine, "export", self._name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [self._engine, "export", self._name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=end_with_parent(),
         ) as export:
             assert export.stdout is not None
             content, packed = pack(export.stdout, {path for path, kind in visible.items() if kind != "D"})
