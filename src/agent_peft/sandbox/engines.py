@@ -100,7 +100,7 @@ class EngineSandbox(Sandbox):
             given = b"".join(path + b"\0" for path in (*folders, *others))
             remove = (*_BASH, _REMOVE, "remove", str(len(folders)))
             self._call("exec", "-i", self._name, *remove, given=given, may_fail=True)
-            # With --archive both engines make root the owner of all, whatever Docker's manual says
+            # With --archive both engines make root the owner of all, against Docker's manual
             self._call("cp", "--archive=false", "-", f"{self._name}:/", given=changed)
         return self._run_script(script, timeout, "inspection")
 
