@@ -175,6 +175,16 @@ def test_what_an_engine_refuses_is_not_graded(engine, monkeypatch):
             sandbox.inspect("true", 20)
 
 
+def test_a_copy_that_fails_does_not_wait_for_the_engine(engine, monkeypatch):
+    def fail(*_):
+        raise MachineLost("it is no tar")
+
+    with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+        monkeypatch.setattr(engines, "pack", fail)
+        with pytest.raises(MachineLost, match="it is no tar"):
+            sandbox.inspect("true", 20)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["waits", "reads the files of a machine"])
 def test_a_container_ends_with_us(engine, what):

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
-from agent_peft.child_processes import end_with_parent
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.bundle import ENVIRONMENTS
 from agent_peft.sandbox.inspection import is_hidden
@@ -149,9 +148,10 @@ class EngineSandbox(Sandbox):
 
     def _removal_at_our_end(self) -> subprocess.Popen[bytes]:
         """A process that removes the container when its input closes, also by our death: process 1 of a
-        paused container does not notice that.
+        paused container does not notice that, and Podman's export waits for us with the container's lock.
         """
-        command = ["/bin/sh", "-c", 'read -r _; exec "$0" rm --force "$1"', self._engine, self._name]
+        remove = 'read -r _; pkill -KILL -f "export $1"; exec "$0" rm --force "$1"'
+        command = ["/bin/sh", "-c", remove, self._engine, self._name]
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -199,17 +199,17 @@ class EngineSandbox(Sandbox):
         """
         lines = self._call("diff", self._name).decode("utf-8", "surrogateescape").splitlines()
         visible = trusted_changes({line[2:]: line[0] for line in lines if line[1:2] == " "}, script)
-        # Podman would wait for a reader that has died, and keep the container's lock
         with subprocess.Popen(
-            [self._engine, "export", self._name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=end_with_parent(),
+            [self._engine, "export", self._name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as export:
             assert export.stdout is not None
-            content, packed = pack(export.stdout, {path for path, kind in visible.items() if kind != "D"})
-            while export.stdout.read(1 << 20):  # Podman does not end before all is read
-                pass
+            try:
+                content, packed = pack(export.stdout, {path for path, kind in visible.items() if kind != "D"})
+                while export.stdout.read(1 << 20):  # Podman does not end before all is read
+                    pass
+            except BaseException:
+                export.kill()
+                raise
         if export.returncode:
             raise MachineLost(f"{self._engine} export failed: exit code {export.returncode}")
         others = [os.fsencode(path) for path, kind in visible.items() if kind == "D"]
