@@ -172,7 +172,7 @@ class EngineSandbox(Sandbox):
         streams = self._spawn(_SCRIPT, environment)
         try:
             streams.write(script.replace("\0", "").encode("utf-8", "surrogateescape") + b"\0")
-            return run_alone(streams, self, self._limits, began, timeout)
+            return run_alone(streams, _OfScript(self), self._limits, began, timeout)
         finally:
             streams.close()
 
@@ -227,6 +227,15 @@ class EngineSandbox(Sandbox):
             reason = " ".join(done.stderr.decode("utf-8", "replace").split())
             raise MachineLost(f"{self._engine} {arguments[0]} failed: {reason}")
         return done.stdout
+
+
+class _OfScript:
+    """The processes of a script are all that started with it. The agent's shell is not one of them."""
+
+    def __init__(self, container: EngineSandbox) -> None:
+        self.signal, self.cpu_seconds = container.signal, container.cpu_seconds
+
+    def signal_shell(self, number: int) -> None: ...
 
 
 def where(engine: str) -> str:
