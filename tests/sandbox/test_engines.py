@@ -123,6 +123,8 @@ def test_a_shell_in_a_container(engine):
         stopped = sandbox.run("cd /srv; y=1; sleep 600", 0.5)
         assert stopped.timed_out and sandbox.run("pwd", 20).output == "/srv\n"
         assert sandbox.run_fresh("echo $x; exit 6", 20).exit_code == 6
+        sandbox.run("z=7", 20)
+        assert sandbox.run_fresh("sleep 600", 0.3).timed_out and sandbox.run("echo $z", 20).output == "7\n"
 
 
 def test_an_inspection_of_a_container(engine):

@@ -19,6 +19,7 @@ from agent_peft.sandbox import bundle, proof, runtime
 from agent_peft.sandbox import machine as machines
 from agent_peft.sandbox.base import CommandResult, MachineLost, SandboxLimits
 from agent_peft.sandbox.build import SANDBOXES, build_sandbox, missing
+from agent_peft.sandbox.engines import ENGINES, IMAGE
 from agent_peft.sandbox.owners import OwnerFolder
 from agent_peft.sandbox.profile import seccomp
 from agent_peft.sandbox.runtime import find_runtime
@@ -30,8 +31,14 @@ LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16, cpu_seconds
 
 def available(kind):
     try:
-        with build_sandbox(kind, LIMITS):  # an engine may lack the image
-            missing(kind)
+        missing(kind)
+        if (
+            kind in ENGINES
+            and subprocess.run([kind, "image", "inspect", IMAGE], capture_output=True).returncode
+        ):
+            raise InfrastructureError(f"{kind} has no image {IMAGE}")  # it would ask a registry for it
+        with build_sandbox(kind, LIMITS):
+            pass
     except (AgentPeftError, InfrastructureError) as error:
         return pytest.mark.skip(reason=str(error))
     return ()
