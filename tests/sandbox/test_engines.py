@@ -162,7 +162,7 @@ def test_a_file_may_take_the_place_of_a_folder_and_the_reverse(engine):
 
 
 def test_tars_of_any_length_arrive(engine):
-    """Podman refuses an archive that goes on behind its end in a new block of 32 KiB."""
+    """Podman refuses an archive that continues behind its end in another block of 32 KiB."""
     for size in (0, 57_000, 59_000, 60_000):
         with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
             sandbox.run(f"seq -s '' 99999 | head -c {size} >/srv/a", 20)

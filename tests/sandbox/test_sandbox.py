@@ -32,11 +32,9 @@ LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16, cpu_seconds
 def available(kind):
     try:
         missing(kind)
-        if (
-            kind in ENGINES
-            and subprocess.run([kind, "image", "inspect", IMAGE], capture_output=True).returncode
-        ):
-            raise InfrastructureError(f"{kind} has no image {IMAGE}")  # it would ask a registry for it
+        image = [kind, "image", "inspect", IMAGE]  # without it, an engine asks a registry
+        if kind in ENGINES and subprocess.run(image, capture_output=True).returncode:
+            raise InfrastructureError(f"{kind} has no image {IMAGE}")
         with build_sandbox(kind, LIMITS):
             pass
     except (AgentPeftError, InfrastructureError) as error:

@@ -329,7 +329,6 @@ def pack(export: IO[bytes], wanted: Iterable[str]) -> tuple[bytes, dict[bytes, b
             if path not in refused:
                 target.addfile(member, io.BytesIO(text))
                 packed[path] = member.isdir()
-        end = (
-            target.offset + 2 * tarfile.BLOCKSIZE
-        )  # what would follow fills a tape's record; Podman refuses it
+        # Zeros would follow, up to the length of a tape's record. Podman refuses them
+        end = target.offset + 2 * tarfile.BLOCKSIZE
     return content.getvalue()[:end], packed
