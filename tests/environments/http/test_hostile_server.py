@@ -11,14 +11,14 @@ import re
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http.client import MAX_ANSWER_BYTES, DefectError
+from agent_peft.environments.http.client import MAX_ANSWER_BYTES, Connection, DefectError
 from agent_peft.types import AgentPeftError, InfrastructureError, StepResult
 from tests.environments.http.strangers import answering, places, put
 
@@ -42,6 +42,18 @@ def one_line(error):
     assert len(text) < 1500
     assert "\n" not in text and "\x1b" not in text
     return text
+
+
+def test_what_websockets_asserts_of_a_server_is_the_servers_failure(monkeypatch):
+    """It asserts, now and then, that a server reads the request before it refuses."""
+
+    def refused(*_, **__):
+        raise AssertionError
+
+    connection = Connection("http://127.0.0.1:9", None, timeout=5.0)
+    monkeypatch.setattr(connection, "_connect", refused)
+    with closing(connection), pytest.raises(InfrastructureError, match="connecting: AssertionError"):
+        connection.attempt(lambda: connection.connect(ExitStack()), "/ws")
 
 
 # -- how much ------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class Connection:
         except ImportError as error:
             raise messages.missing_extra(error.name or "httpx") from error
         self._httpx, self.websockets, self._connect = httpx, exceptions, connect
-        self.failures = (self.websockets.WebSocketException, OSError, EOFError)  # of a WebSocket
+        # of a WebSocket; websockets asserts that a server does not answer before it has read the request
+        self.failures = (self.websockets.WebSocketException, OSError, EOFError, AssertionError)
         self._client: httpx.Client = self._httpx.Client(
             base_url=url,
             headers={"content-type": "application/json", "accept-encoding": "identity", **self.headers},
