@@ -234,6 +234,38 @@ def test_no_warning_where_nothing_is_wrong():
     assert not dashboard.warnings() and not dashboard.curves
 
 
+@pytest.mark.parametrize(
+    "metric, value, warning",
+    [
+        ("zero_variance_groups", 0.9, "! 90% of the groups are constant: one reward for all their episodes"),
+        ("truncated", 0.5, "! 50% of the episodes are truncated by sampling.max_tokens"),
+        ("cut_actions", 0.5, "! 50% of the actions are cut by a token limit"),
+        ("approx_kl", 0.5, "! the policy moves 0.5 nats in a step: lower the learning rate"),
+        ("clip_fraction", 0.5, "! 50% of the tokens are clipped: lower the learning rate"),
+        ("mismatch", 0.5, "! sampler and trainer differ by 0.5 nats a token"),
+    ],
+)
+def test_a_file_has_each_warning_once_in_a_stage(metric, value, warning):
+    """Where nobody sees a dashboard, what is wrong with the last ten steps is a line."""
+    out = io.StringIO()
+    with Progress(Console(file=out, width=200)) as progress:
+        progress.start_stage("grpo", total=60)
+        for _ in range(9):
+            progress.advance(GOOD | {metric: value}, 50.0)
+        assert "!" not in out.getvalue(), "nine steps"
+        for _ in range(20):
+            progress.advance(GOOD | {metric: value}, 50.0)
+        assert out.getvalue().count(warning) == out.getvalue().count("!") == 1
+        progress.start_stage("short", total=2)
+        progress.advance(GOOD, 50.0)
+        progress.advance(GOOD | {metric: value / 100}, 50.0)
+        assert out.getvalue().count("!") == 1, "what an earlier stage did is not this one's"
+        progress.start_stage("short and bad", total=2)
+        for _ in range(2):
+            progress.advance(GOOD | {metric: value}, 50.0)
+        assert out.getvalue().count(warning) == 2, "all steps of a stage of two"
+
+
 def test_demonstrations_show_their_loss():
     dashboard = Dashboard(console())
     taught = {name: value for name, value in BAD.items() if name not in SAMPLED}

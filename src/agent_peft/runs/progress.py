@@ -57,7 +57,8 @@ MESSAGE = 2000  # characters that are looked at; a line shows fewer
 
 class Progress(Observer):
     """On a terminal, a live dashboard with bars for the stage and the evaluation. Elsewhere one plain line
-    for each step, with the time and, if there are several stages, the step of the run.
+    for each step, with the time and, if there are several stages, the step of the run; and each warning is a
+    line, once in a stage.
 
     >>> import io
     >>> with Progress(Console(file=io.StringIO(), width=200)) as progress:
@@ -80,6 +81,7 @@ class Progress(Observer):
         self._begun, self._made = 0.0, 0  # of this process: its first stage, and its steps
         self._due: tuple[int, ...] = ()  # the steps after which an evaluation is due
         self._name, self._total, self._done = "", 0, 0
+        self._printed: set[str] = set()  # the warnings of the stage
         self._started, self._resumed = 0.0, 0
         self._first, self._steps = 0, 0  # of the run
 
@@ -106,6 +108,7 @@ class Progress(Observer):
         self._first, self._steps = first, steps or total
         self._started = time.monotonic()
         self._begun = self._begun or self._started
+        self._printed.clear()
         if self.live:
             bars = self._dashboard.bars
             if self._bar is not None:
@@ -115,6 +118,8 @@ class Progress(Observer):
             if self._run_bar is not None:
                 bars.update(self._run_bar, completed=first + done)
             self._bar = self._dashboard.start_stage(name, total, done)
+        else:
+            self._dashboard.forget()
 
     def on_start(self, run: RunStart) -> None:
         self._due = run.evaluations
@@ -154,8 +159,8 @@ class Progress(Observer):
             )
         self._done += 1
         self._made += 1
+        self._dashboard.add(metrics, tokens_per_second)
         if self._bar is not None:
-            self._dashboard.add(metrics, tokens_per_second)
             self._show_time_left(self._bar)
         else:
             numbers = self._numbers(metrics, tokens_per_second)
@@ -163,6 +168,15 @@ class Progress(Observer):
             if self._steps != self._total:
                 stage = f"{self._first + self._done}/{self._steps}  {stage}"
             self.note(f"{stage}  {numbers}")
+            self._warn()
+
+    def _warn(self) -> None:
+        """Print what is wrong with the last steps: each warning once in a stage."""
+        enough = min(RECENT, self._total - self._resumed)
+        for name, text in self._dashboard.excesses().items():
+            if name not in self._printed and len(self._dashboard.recent[name]) >= enough:
+                self._printed.add(name)
+                self.note(f"! {text}")
 
     def note(self, text: str) -> None:
         """Print a line, above the bars on a terminal, and with the time elsewhere."""
@@ -219,9 +233,12 @@ class Dashboard:
         self.evaluations = ""
 
     def start_stage(self, name: str, total: int, done: int) -> TaskID:
-        """Begin a stage: curves of another one are not comparable, and neither are its warnings."""
-        self.curves, self.recent = {}, {}
+        self.forget()
         return self.bars.add_task(name, total=total, completed=done, numbers="")
+
+    def forget(self) -> None:
+        """Begin again: curves of another stage are not comparable, and neither are its warnings."""
+        self.curves, self.recent = {}, {}
 
     def add(self, metrics: Mapping[str, float], speed: float) -> None:
         """Add the numbers of a step. Demonstrations have no reward, and their limits are nobody's fault."""
@@ -241,12 +258,19 @@ class Dashboard:
 
     def warnings(self) -> list[str]:
         """What is wrong with the last steps."""
-        lines = [f"{count} {COUNTS[name]}" for name, count in self.counts.items()]
+        return [
+            *(f"{count} {COUNTS[name]}" for name, count in self.counts.items()),
+            *self.excesses().values(),
+        ]
+
+    def excesses(self) -> dict[str, str]:
+        """The warnings of ``LIMITS``, by metric."""
+        found = {}
         for name, limit, text in LIMITS:
             values = self.recent.get(name, [])
             if values and (mean := math.fsum(values) / len(values)) > limit:
-                lines.append(text.format(mean))
-        return lines
+                found[name] = text.format(mean)
+        return found
 
     def __rich__(self) -> RenderableType:
         try:
