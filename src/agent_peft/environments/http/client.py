@@ -79,7 +79,7 @@ class Connection:
         except ImportError as error:
             raise messages.missing_extra(error.name or "httpx") from error
         self._httpx, self.websockets, self._connect = httpx, exceptions, connect
-        # of a WebSocket; websockets asserts that a server does not answer before it has read the request
+        # of a WebSocket; an assertion of websockets fails if a server refuses before it has read the request
         self.failures = (self.websockets.WebSocketException, OSError, EOFError, AssertionError)
         self._client: httpx.Client = self._httpx.Client(
             base_url=url,
