@@ -109,6 +109,32 @@ def test_any_bytes_are_read_or_refused(tmp_path, name, content):
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_only_a_newline_ends_a_row(tmp_path, name, newline, suffix):
+    """JSON may hold the other separators of lines as they are."""
+    text = "one\u2028two\u2029three\x85four"
+    row = {
+        "description": text,  # of AgentBench, DB and OS
+        "type": ["other"],
+        "label": [text],
+        "table": {"table_name": text, "table_info": {"columns": [{"name": "a"}], "rows": [[text]]}},
+        "evaluation": {"match": text},
+        "question": text,
+        "answer": "#### 1",
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}],
+        "prompt": text,
+        "chosen": "yes",
+        "rejected": "no",
+    }
+    path = tmp_path / f"t{suffix}"
+    path.write_text(2 * (json.dumps(row, ensure_ascii=False) + newline), newline="")
+    read = READERS[name](path)
+    tasks = read.tasks if hasattr(read, "tasks") else read
+    assert len(tasks) == 2 and text in json.dumps(dict(tasks[1].content), ensure_ascii=False)
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_a_pipe_or_a_device_is_refused_at_once(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")

@@ -51,9 +51,8 @@ def _entries(
         content = parse_json(text)
     except ValueError as error:
         if path.suffix == ".jsonl" or (text.lstrip().startswith("{") and "Extra data" in str(error)):
-            content = [
-                _line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()
-            ]
+            lines = enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 inside a text, too
+            content = [_line(path, number, line) for number, line in lines if line.strip()]
         else:
             raise AgentPeftError(f"{path}: is not JSON ({error})") from error
     if isinstance(content, Mapping) and is_entry(content):
