@@ -119,6 +119,11 @@ def test_order_counts_where_the_gold_sorts():
         ("SELECT * FROM t ORDER BY b", (1,)),
         ("SELECT a FROM t ORDER BY b", (0,)),  # the key is not shown: the order counts as it stands
         ("SELECT a FROM t UNION SELECT b FROM t ORDER BY a", (0,)),
+        ("SELECT a, b FROM t AS x ORDER BY x.b", (1,)),
+        ("SELECT * FROM t ORDER BY t.b", (1,)),
+        ("SELECT x.* FROM t AS x ORDER BY x.b", (1,)),
+        ("SELECT x.a, y.a FROM t AS x JOIN t AS y ON x.b = y.b ORDER BY y.a", (1,)),
+        ("SELECT *, 1 FROM (SELECT b FROM t) AS s ORDER BY b", (0, 1)),  # other columns than the table's
     ],
 )
 def test_order_keys(sql, keys):

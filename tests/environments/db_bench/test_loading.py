@@ -126,6 +126,10 @@ def entry_of(sql, answer=None, rows=ITEMS):
             [[0, 1]],
         ),
         ("SELECT GROUP_CONCAT(name) FROM items", [["a,b,c,d,e,f"]]),
+        (
+            "WITH c AS (SELECT name, COUNT(*) AS n FROM items GROUP BY name) SELECT * FROM c ORDER BY n LIMIT 1",
+            [["a", 1]],
+        ),
         ("SELECT price, name FROM items WHERE price > 0 GROUP BY price", [[5, "a"], [9, "b"]]),
         ("UPDATE items SET price = 0 WHERE id IN (SELECT id FROM items ORDER BY price DESC LIMIT 2)", None),
         ("DELETE FROM items ORDER BY price DESC LIMIT 1", None),
@@ -150,6 +154,15 @@ def test_a_gold_that_ties_leave_open_is_rejected(tmp_path, sql, answer):
         (
             "SELECT name, price FROM items WHERE id < 5 ORDER BY price",
             [["a", 5], ["b", 9], ["c", 9], ["d", 9]],
+        ),
+        (
+            "SELECT name, price FROM items AS i WHERE i.id < 5 ORDER BY i.price",
+            [["a", 5], ["b", 9], ["c", 9], ["d", 9]],
+        ),
+        ("SELECT i.* FROM items AS i WHERE i.id < 5 ORDER BY i.price", ITEMS[:4]),
+        (
+            "WITH c AS (SELECT price, COUNT(*) AS n FROM items GROUP BY price) SELECT * FROM c ORDER BY n DESC",
+            [[9, 3], [None, 2], [5, 1]],
         ),
         ("SELECT name FROM items LIMIT 2", [["a"], ["b"]]),  # counts from the lowest number
         ("SELECT MAX(price) FROM items", [[9]]),

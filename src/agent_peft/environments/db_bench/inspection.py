@@ -82,7 +82,8 @@ def _is_determined(problem: SQLProblem, config: DBBenchConfig, table: Sequence[R
 
     rows, headers = problem.table.rows, problem.table.headers
     # groups that tie come in one order, however the rows are stored
-    broken = [with_ties_broken(problem.sql, headers, descending) for descending in (False, True)]
+    width = len(problem.direct[0]) if problem.direct else 0
+    broken = [with_ties_broken(problem.sql, headers, width, descending) for descending in (False, True)]
     if not all(sql is None or gives_answer(sql, rows) for sql in broken):
         same = respelled(problem.sql)  # else sqlglot has changed the meaning
         if same is not None and gives_answer(same, rows):

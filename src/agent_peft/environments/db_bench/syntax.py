@@ -99,11 +99,12 @@ def in_order_of(column: str, sql: str) -> str | None:
     return _sorted_further(sql, keys)
 
 
-def with_ties_broken(sql: str, headers: Sequence[str], descending: bool) -> str | None:
+def with_ties_broken(sql: str, headers: Sequence[str], width: int, descending: bool) -> str | None:
     """The statement with further sort keys after its own wherever it sorts: the output columns of a query,
-    the table's columns of a change. None where it sorts nowhere, or cannot be read.
+    ``width`` of the whole one, the table's columns of a change. None where it sorts nowhere, or cannot be
+    read.
 
-    >>> with_ties_broken("SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2 LIMIT 1", ["a"], descending=True)
+    >>> with_ties_broken("SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2 LIMIT 1", ["a"], 2, descending=True)
     'SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2, 1 DESC, 2 DESC LIMIT 1'
     """
 
@@ -111,8 +112,9 @@ def with_ties_broken(sql: str, headers: Sequence[str], descending: bool) -> str 
         if node.args.get("order") is None:
             return []
         if isinstance(node, exp.Select):
-            width = sum(len(headers) if column.is_star else 1 for column in node.selects)
-            columns: list[exp.Expr] = [exp.Literal.number(i + 1) for i in range(width)]
+            inner = sum(len(headers) if column.is_star else 1 for column in node.selects)
+            number = inner if node.parent else width  # a star may be of a subquery
+            columns: list[exp.Expr] = [exp.Literal.number(i + 1) for i in range(number)]
         else:
             columns = [exp.column(header, quoted=True) for header in headers]
         return [exp.Ordered(this=key, desc=descending, nulls_first=not descending) for key in columns]
@@ -198,12 +200,17 @@ def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] 
 
 
 def _keys(tree: exp.Expr, order: exp.Expr, headers: Sequence[str], width: int) -> tuple[int, ...]:
+    if not tree.args.get("joins"):  # of one table, t.a is a
+        for node in tree.find_all(exp.Column):
+            node.set("table", None)
     outputs: list[tuple[str, str]] = []  # (name in the result, expression) of each column
     for column in getattr(tree, "selects", []):
-        if isinstance(column, exp.Star):
+        if column.is_star:
             outputs += [(header.lower(), header.lower()) for header in headers]
         else:
             outputs.append((column.alias_or_name.lower(), column.unalias().sql().lower()))
+    if len(outputs) != width:  # a star of a join, or of a subquery, has other columns than the table
+        return tuple(range(width))
     keys = []
     for term in order.expressions:
         key = term.this
