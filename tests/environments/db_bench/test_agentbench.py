@@ -124,6 +124,17 @@ def test_who_does_nothing_is_not_right(tmp_path, protocol):
         ("[(None,)]", ["none"]),
         ("null", ["none"]),
         ("0", ["none"]),
+        ("Pilot", ['"Pilot"']),  # quotes around a text do not count
+        ('"Pilot"', ['"Pilot"']),
+        ("[('Pilot',)]", ['"Pilot"']),
+        ("""[('"Never" (with "X")',)]""", ['"Never" (with "X")']),
+        ('"Never" (with "X")', ['"Never" (with "X")']),
+        ("[1–0, 2–0]", ["1–0", "2–0"]),  # a list of bare texts
+        ("[Bob]", ["Bob"]),
+        ("""[('"',)]""", ['"']),  # a cell that is the same as the one above
+        ("[12%, x]", ["x", "12"]),
+        ("(3)", ["(3)"]),  # to the letter
+        ("[a, b]", ["[a, b]"]),
     ],
 )
 def test_answers_that_agentbench_accepts(text, labels):
@@ -148,6 +159,11 @@ def test_answers_that_agentbench_accepts(text, labels):
         ("[" * 100, ["x"]),
         ("9" * 200_000, ["9"]),
         ("['a', {}]", ["a"]),
+        ("[a, b]", ["a"]),
+        ("[a, b]", ["a, b"]),
+        ("['', '']", ["none"]),
+        ("[,]", ["none"]),
+        ("(4)", ["(3)"]),
     ],
 )
 def test_answers_that_are_wrong(text, labels):

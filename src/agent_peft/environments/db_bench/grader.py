@@ -98,13 +98,14 @@ def tables_are_equal(actual: Sequence[Row] | None, expected: Sequence[Row] | Non
 
 
 def answer_matches(text: str, labels: Sequence[str]) -> bool:
-    """Grade an answer as AgentBench does: as a set of texts, where thousands commas and percent signs do not
-    count, and numbers are equal within 0.01.
+    """Grade an answer as AgentBench does: as a set of texts, where quotes around them, thousands commas and
+    percent signs do not count, and numbers are equal within 0.01.
 
     >>> answer_matches("[('1,250',), ('b',)]", ["b", "1250"]), answer_matches("2.0", ["2"])
     (True, True)
     """
-    answered = _values(text) if len(text) <= _MAX_ANSWER else []
+    text = text.strip().strip("`").strip()
+    answered = [text] if text in labels else _values(text) if len(text) <= _MAX_ANSWER else []
     answers, truth = list(map(_agentbench_text, answered)), list(map(_agentbench_text, labels))
     if not answers or "" in answers:
         return False
@@ -257,19 +258,19 @@ def _equal(gold: Cell, answered: Cell) -> bool:
 
 def _values(text: str) -> list[Cell]:
     """The values of an answer: those of a list, or of rows with one cell each; else the whole text is one."""
-    text = text.strip().strip("`").strip()
     if not text.startswith(("[", "(")):
-        return [text.strip("'\"")]
+        return [text]
     try:
         values = read_literal(text)
-    except ValueError:
-        return [text]
+    except ValueError:  # the texts of a list may be bare
+        return list(text[1:-1].split(",")) if text[0] == "[" and text[-1] == "]" else [text]
     cells = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
     return [] if any(isinstance(cell, list) for cell in cells) else cells
 
 
 def _agentbench_text(cell: Cell) -> str:
-    text = str(cell).strip().removesuffix("%").strip().replace(",", "")
+    text = str(cell).strip()
+    text = (text.strip("'\"") or text).removesuffix("%").strip().replace(",", "")
     return "0" if text.lower() in _ZEROS else text
 
 
