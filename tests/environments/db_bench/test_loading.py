@@ -127,7 +127,7 @@ def entry_of(sql, answer=None, rows=ITEMS):
         ),
         ("SELECT GROUP_CONCAT(name) FROM items", [["a,b,c,d,e,f"]]),
         (
-            "WITH c AS (SELECT name, COUNT(*) AS n FROM items GROUP BY name) SELECT * FROM c ORDER BY n LIMIT 1",
+            "WITH c AS (SELECT name, COUNT(*) n FROM items GROUP BY name) SELECT * FROM c ORDER BY n LIMIT 1",
             [["a", 1]],
         ),
         ("SELECT price, name FROM items WHERE price > 0 GROUP BY price", [[5, "a"], [9, "b"]]),
@@ -161,7 +161,7 @@ def test_a_gold_that_ties_leave_open_is_rejected(tmp_path, sql, answer):
         ),
         ("SELECT i.* FROM items AS i WHERE i.id < 5 ORDER BY i.price", ITEMS[:4]),
         (
-            "WITH c AS (SELECT price, COUNT(*) AS n FROM items GROUP BY price) SELECT * FROM c ORDER BY n DESC",
+            "WITH c AS (SELECT price, COUNT(*) n FROM items GROUP BY price) SELECT * FROM c ORDER BY n DESC",
             [[9, 3], [None, 2], [5, 1]],
         ),
         ("SELECT name FROM items LIMIT 2", [["a"], ["b"]]),  # counts from the lowest number

@@ -43,6 +43,12 @@ def test_operations(reply):
         "Action: Answer\nFinal Answer: [(1, 'a')]",
         "action: answer\n\nfinal  answer : [(1, 'a')]\n",
         "Thought: done.\nAction: Answer Final Answer:\n[(1, 'a')]",
+        "**Action:** Answer\n**Final Answer:** [(1, 'a')]",
+        "**Action: Answer**\n**Final Answer: [(1, 'a')]**\n",
+        "**Action:** Answer\n\n**Final Answer:**\n\n```python\n[(1, 'a')]\n```\n",
+        "Action: Answer\nFinal Answer: ```json\n[(1, 'a')]```\n\nThat is it.",
+        "Action: Answer\nFinal Answer: [(1, 'a')]\n\nThere is one row (of 3).",
+        "Action: Answer\r\nFinal Answer: [(1, 'a')]\r\n\r\nThere is one row.",
     ],
 )
 def test_answers(reply):
@@ -74,6 +80,9 @@ def test_an_answer_may_have_several_lines():
         ("Action: Answer", "No final answer"),
         ("Action: Answer\nFinal Answer:", "empty"),
         ("Action: Answer\nFinal Answer: \n ``", "empty"),
+        ("**Action: Answer**\n**Final Answer:**", "empty"),
+        ("Action: Answer\nFinal Answer: ```python\n```", "empty"),
+        ("Action: Answer\nFinal Answer: [(1,)]\n\nAction: Operation\n```sql\nSELECT 1\n```", "Two actions"),
     ],
 )
 def test_malformed_replies_say_what_to_write(reply, why):

@@ -24,7 +24,9 @@ from agent_peft.environments.tool_calls import (
 from agent_peft.types import ToolCall
 
 _ACTION = re.compile(r"\baction\s*+:[\s*`]*+(operation|answer)\b", re.IGNORECASE)
-_FINAL_ANSWER = re.compile(r"\bfinal\s++answer\s*+:", re.IGNORECASE)
+_FINAL_ANSWER = re.compile(r"(\*\*)?\bfinal\s++answer\s*+:(\*\*)?", re.IGNORECASE)  # it may be bold
+_BLANK_LINE = re.compile(r"\n\s*?\n")
+_FENCED = re.compile(r"```\w*+\s(.*)```", re.DOTALL)
 _LANGUAGE = re.compile(r"(?:sqlite3?|sql|mysql|mariadb|postgresql|postgres)(?=\s|$)", re.IGNORECASE)
 
 OPERATION_FORMAT = "Action: Operation\n```sql\n<one SQL statement>\n```"
@@ -69,7 +71,8 @@ Reply = SqlOperation | FinalAnswer | MalformedReply
 
 def parse_reply(reply: str) -> Reply:
     """Understand a reply of the ``action`` protocol. Case, white space, text around the action and the
-    block's language tag do not matter.
+    block's language tag do not matter; nor does bold type, or a block, of the answer, or what follows it
+    after a blank line.
 
     Takes time linear in the reply, and never raises.
 
@@ -190,6 +193,11 @@ def _parse_answer(reply: str, position: int) -> FinalAnswer | MalformedReply:
     follow = re.search(r"^[ \t]*+action[ \t]*+:", text, re.IGNORECASE | re.MULTILINE)
     if follow is not None:
         return MalformedReply(TWO_ACTIONS)
+    text = _BLANK_LINE.split(text, 1)[0].strip()
+    if marker[1] and not marker[2]:
+        text = text.removesuffix("**")
+    if fenced := _FENCED.fullmatch(text):
+        text = fenced[1].strip()
     return (
         FinalAnswer(text)
         if text.strip("`* \t\n")
