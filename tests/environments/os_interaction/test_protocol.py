@@ -36,6 +36,11 @@ from agent_peft.environments.tool_calls import write_tool_call
         ("Think: it is f(x).\nAct: answer( f(x) )", Finish("f(x)")),
         ("Act: answer()", Finish("")),
         ("Act: answer(two\nlines)", Finish("two\nlines")),
+        ("Act: answer(a (1)\nb (2)\n\nc)", Finish("a (1)\nb (2)\n\nc")),
+        ("Act: answer(42)\n\nThat is how many (hidden ones too) there are.", Finish("42")),
+        ("Act: answer(\n42\n)\nI counted (twice).", Finish("42")),
+        ("Act: answer(1) one, 2) two)\nAs numbered (above).", Finish("1) one, 2) two")),
+        ("Act: answer(:( )", Finish(":(")),
     ],
 )
 def test_act_replies(reply, action):

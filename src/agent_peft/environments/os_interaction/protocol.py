@@ -92,7 +92,7 @@ def parse_act(reply: str) -> Reply:
     if act == "answer":  # whatever stands in its parentheses is the answer
         i, found = next((i, match) for i in range(0, len(parts), 2) if (match := _ACT.search(parts[i])))
         rest = "```".join([parts[i][found.end() :], *parts[i + 1 :]])
-        opening, closing = rest.find("("), rest.rfind(")")
+        opening, closing = rest.find("("), _end_of_answer(rest)
         if opening < 0 or closing < opening or rest[:opening].strip():
             return MalformedCommand(f"No answer found. Write\n{ANSWER_FORMAT.format(text='<your answer>')}")
         return _finish(rest[opening + 1 : closing])
@@ -107,6 +107,16 @@ def parse_act(reply: str) -> Reply:
     if language := _LANGUAGE.match(block):
         block = block[language.end() :]
     return _command(block, "The bash block is empty.")
+
+
+def _end_of_answer(text: str) -> int:
+    """The last parenthesis of the first line at whose end all are closed; an explanation may follow."""
+    place = depth = 0
+    for line in text.splitlines(keepends=True):
+        place, depth = place + len(line), depth + line.count("(") - line.count(")")
+        if depth <= 0 and ")" in line:
+            break
+    return text.rfind(")", 0, place)
 
 
 def parse_tool_call(reply: str) -> Reply:
