@@ -103,6 +103,19 @@ def test_columns_of_other_names_and_prompts_with_columns(table):
     assert [environment.demonstration(task) for task in environment.tasks] == [["I think so: Rome"], None]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", "question,answer,s\na,b,x\nc,d,\n"),
+        ("t.jsonl", '{"question":"a","answer":"b","s":"x"}\n{"question":"c","answer":"d","s":null}\n'),
+        ("t.jsonl", '{"question":"a","answer":"b","s":["x"]}\n{"question":"c","answer":"d"}\n'),
+    ],
+)
+def test_a_row_without_a_skill_has_none(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert [task.skills for task in questions(tmp_path / name, skills="s").tasks] == [("x",), ()]
+
+
 def test_a_prompt_may_do_without_the_question(table):
     environment = questions(table([{"english": "cat", "answer": "Katze"}]), prompt="{english} in German?")
     assert environment.episode(environment.tasks[0], 0).start()[0].content == "cat in German?"

@@ -186,7 +186,8 @@ class Questions(TableEnvironment):
 
     def _skills(self, row: Mapping[str, Any], place: str) -> tuple[str, ...]:
         value = None if self.config.skills is None else row.get(self.config.skills)
-        skills = [value] if isinstance(value, str) else [] if value is None else value
+        # CSV writes null as an empty cell
+        skills = [] if value in (None, "") else [value] if isinstance(value, str) else value
         if isinstance(skills, list) and all(isinstance(skill, str) for skill in skills):
             return tuple(skills)
         raise AgentPeftError(
