@@ -184,3 +184,23 @@ def test_the_same_without_numbered_rows_is_rejected(tmp_path):
     assert [one.id for one in load_environment("db_bench", tasks=tmp_path / "tasks.json").rejected] == [
         "open"
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "usable"),
+    [
+        ("VARCHAR(255)", True),
+        ("VARCHAR(255) NOT NULL", True),
+        ("DECIMAL(10, 2) NOT NULL", True),
+        ("DOUBLE PRECISION", True),
+        ("VARCHAR(9) PRIMARY KEY", True),
+        ("INT(11) UNSIGNED", False),  # SQLite does not know it, MySQL does
+    ],
+)
+def test_types_of_mysql_are_read(tmp_path, kind, usable):
+    entry = entry_of("DELETE FROM items WHERE id = 1")
+    entry["table_info"]["column_info_list"][0] = {"name": "id", "type": kind}
+    entries = {"typed": entry, "sound": entry_of("DELETE FROM items WHERE id = 1")}
+    (tmp_path / "tasks.json").write_text(json.dumps(entries))
+    made = load_environment("db_bench", tasks=tmp_path / "tasks.json")
+    assert [task.id for task in made.tasks] == ["typed", "sound"][not usable :]
