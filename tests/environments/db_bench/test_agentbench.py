@@ -135,6 +135,7 @@ def test_who_does_nothing_is_not_right(tmp_path, protocol):
         ("[12%, x]", ["x", "12"]),
         ("(3)", ["(3)"]),  # to the letter
         ("[a, b]", ["[a, b]"]),
+        ("[('Zo\u00eb',)]", ["Zoe\u0308"]),
     ],
 )
 def test_answers_that_agentbench_accepts(text, labels):

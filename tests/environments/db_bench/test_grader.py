@@ -55,6 +55,8 @@ TWO = [(1, "a"), (2, "b")]
         ("[(-2.50,)]", [(-2.5,)]),
         ("[(1e3,)]", [(1000,)]),
         ("[(\n1,\n'a'\n),\n]", [(1, "a")]),
+        ("[('Zo\u00eb', 1)]", [("Zoe\u0308", 1)]),  # a letter is one however it is composed
+        ("Zoe\u0308", [("Zo\u00eb",)]),
     ],
 )
 def test_right_answers(text, gold):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
@@ -216,7 +217,12 @@ def _loose(row: Row) -> Row:
 
 def _number_or_text(cell: str) -> Cell:
     number = amount(cell)
-    return cell.strip() if number is None else number
+    return _composed(cell.strip()) if number is None else number
+
+
+def _composed(text: str) -> str:
+    """A letter is one character however it is composed: the tokenizers of some models compose it."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _typed(row: Row) -> tuple[tuple[bool, Cell], ...]:
@@ -269,7 +275,7 @@ def _values(text: str) -> list[Cell]:
 
 
 def _agentbench_text(cell: Cell) -> str:
-    text = str(cell).strip()
+    text = _composed(str(cell).strip())
     text = (text.strip("'\"") or text).removesuffix("%").strip().replace(",", "")
     return "0" if text.lower() in _ZEROS else text
 
