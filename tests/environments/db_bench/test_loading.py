@@ -168,6 +168,8 @@ def test_a_gold_that_ties_leave_open_is_rejected(tmp_path, sql, answer):
         ("SELECT MAX(price) FROM items", [[9]]),
         ("SELECT name || 'x' FROM items ORDER BY price DESC, id LIMIT 1", [["bx"]]),  # in MySQL, || is OR
         ("DELETE FROM items ORDER BY id DESC LIMIT 2", None),
+        ("WITH c AS (SELECT MAX(id) AS m FROM items) INSERT INTO items (id) SELECT m + 1 FROM c", None),
+        ("WITH c AS (SELECT MAX(id) AS m FROM items) DELETE FROM items WHERE id IN (SELECT m FROM c)", None),
     ],
 )
 def test_a_gold_that_no_tie_leaves_open_is_kept(tmp_path, sql, answer):

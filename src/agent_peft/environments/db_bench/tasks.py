@@ -26,6 +26,8 @@ from agent_peft.environments.task_files.reading import list_of, object_of, read_
 from agent_peft.types import AgentPeftError, Task
 
 CHANGES = ("INSERT", "UPDATE", "DELETE")
+# no query: WITH … INSERT INTO t (a) SELECT …
+_QUERY = re.compile(r"\s*(select|values|with\b(?![^;]*\binto\b)[^;]*\)\s*select)\b", re.IGNORECASE)
 _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\)[A-Za-z0-9_ ]*)?")  # VARCHAR(255) NOT NULL
 
 
@@ -106,7 +108,7 @@ def read_entry(name: str, entry: Any) -> SQLProblem:
     table = Table(text_of(name, table_info, "table_info.name"), tuple(columns), rows)
     sql = text_of(name, answer, "answer_info.sql")
     direct = None if answer.get("direct") is None else _rows(name, answer, "answer_info.direct")
-    if direct is None and re.match(r"\s*(select|values|with\b[^;]*\)\s*select)\b", sql, re.IGNORECASE):
+    if direct is None and _QUERY.match(sql):
         raise wrong(name, "answer_info.direct", "the list of rows that the SELECT returns")
     md5 = answer.get("md5")
     if md5 is not None and not (isinstance(md5, str) and re.fullmatch("[0-9a-f]{32}", md5)):
