@@ -49,10 +49,18 @@ def test_operations(reply):
         "Action: Answer\nFinal Answer: ```json\n[(1, 'a')]```\n\nThat is it.",
         "Action: Answer\nFinal Answer: [(1, 'a')]\n\nThere is one row (of 3).",
         "Action: Answer\r\nFinal Answer: [(1, 'a')]\r\n\r\nThere is one row.",
+        "Action: Answer\n**Final Answer: [(1, 'a')]**\n\nThere is one row.",
+        "Action: Answer\nFinal Answer:\n```\n\n[(1, 'a')]\n\n```\nThere is one row.",
     ],
 )
 def test_answers(reply):
     assert parse_reply(reply) == FinalAnswer("[(1, 'a')]")
+
+
+@pytest.mark.parametrize("rows", ["[(1, 'a'),\n\n(2, 'b')]", "[('a\n\nb',)]", "[(1,),\n \n\n(2,)]"])
+def test_rows_may_hold_blank_lines(rows):
+    assert parse_reply(f"Action: Answer\nFinal Answer: {rows}\n\nThese are all.") == FinalAnswer(rows)
+    assert parse_reply(f"Action: Answer\nFinal Answer:\n```\n{rows}\n```") == FinalAnswer(rows)
 
 
 def test_an_answer_may_have_several_lines():

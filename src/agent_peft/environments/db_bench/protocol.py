@@ -25,8 +25,8 @@ from agent_peft.types import ToolCall
 
 _ACTION = re.compile(r"\baction\s*+:[\s*`]*+(operation|answer)\b", re.IGNORECASE)
 _FINAL_ANSWER = re.compile(r"(\*\*)?\bfinal\s++answer\s*+:(\*\*)?", re.IGNORECASE)  # it may be bold
-_BLANK_LINE = re.compile(r"\n\s*?\n")
-_FENCED = re.compile(r"```\w*+\s(.*)```", re.DOTALL)
+_BLANK_LINE = re.compile(r"(\S)[ \t\r]*+\n\s*?\n")
+_FENCED = re.compile(r"```\w*+\s(.*?)```", re.DOTALL)
 _LANGUAGE = re.compile(r"(?:sqlite3?|sql|mysql|mariadb|postgresql|postgres)(?=\s|$)", re.IGNORECASE)
 
 OPERATION_FORMAT = "Action: Operation\n```sql\n<one SQL statement>\n```"
@@ -193,11 +193,14 @@ def _parse_answer(reply: str, position: int) -> FinalAnswer | MalformedReply:
     follow = re.search(r"^[ \t]*+action[ \t]*+:", text, re.IGNORECASE | re.MULTILINE)
     if follow is not None:
         return MalformedReply(TWO_ACTIONS)
-    text = _BLANK_LINE.split(text, 1)[0].strip()
-    if marker[1] and not marker[2]:
-        text = text.removesuffix("**")
-    if fenced := _FENCED.fullmatch(text):
+    if fenced := _FENCED.match(text):
         text = fenced[1].strip()
+    else:
+        rows = text.startswith(("[", "("))  # these may hold blank lines
+        ends = (blank.end(1) for blank in _BLANK_LINE.finditer(text) if not rows or blank[1] in ")]*`")
+        text = text[: next(ends, None)]
+        if marker[1] and not marker[2]:
+            text = text.removesuffix("**")
     return (
         FinalAnswer(text)
         if text.strip("`* \t\n")
