@@ -11,9 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import agent_peft as ap
 from agent_peft import RLTrainingTool
+from agent_peft.agents.datasets import create_rl_dataset
 from agent_peft.agents.keys import TAKES, Parameters
 from agent_peft.agents.tool import _measured
+from agent_peft.agents.training import config_from, report_facts
+from agent_peft.algorithms import ALGORITHMS
 
 MODEL = "Qwen/Qwen3-0.6B"
 
@@ -84,6 +88,34 @@ def test_preferences_are_learnt_and_not_measured(place):
     told = ask(algorithm="dpo", model_name=MODEL, dataset="pairs.jsonl", output_dir="dpo")
     assert told["status"] == "success" and told["step"] == 1 and "accuracy" not in told
     assert "learns from graded attempts" in refused(algorithm="grpo", model_name=MODEL, dataset="pairs.jsonl")
+
+
+def test_recorded_replies_have_their_own_measures(place):
+    """Those of ``preferences`` and ``chat``, in ``evaluate`` and in the report of any run."""
+    pair = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    (place / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    ask(algorithm="dpo", model_name=MODEL, dataset="pairs.jsonl", output_dir="dpo")
+    measured = ask(action="evaluate", model_name="dpo", dataset="pairs.jsonl")
+    assert (measured["status"], measured["accuracy"], measured["tasks"]) == ("success", 1.0, 1), measured
+    assert measured["margin"] > 0 and "low" not in measured
+    told = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (place / "chat.jsonl").write_text(json.dumps({"messages": told}) + "\n")
+    environment = {"kind": "chat", "tasks": "chat.jsonl"}
+    keys = {"environment": environment, "evaluation": {"environment": environment}, "steps": 1}
+    policy = {"kind": "pretrained", "model": MODEL}
+    ap.train(ap.load_config(keys | {"run_dir": "chat", "policy": policy, "algorithm": "sft"}))
+    report = ask(action="report", output_dir="chat")
+    assert report["evaluations"]["after_sft"].keys() == {"loss", "token_accuracy", "tasks"}, report
+    assert "accuracy" not in report
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_has_the_keys_that_it_needs(place, algorithm):
+    pair = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    tasks = create_rl_dataset([pair] if report_facts(algorithm).preferences else "arithmetic")
+    keys = Parameters(model_name=MODEL, max_new_tokens=7, eval_samples=0)
+    config = config_from(keys, algorithm, tasks).stages[0].algorithm
+    assert config.kind == algorithm and getattr(config, "constant_length", None) in (7, None)
 
 
 def test_rows_to_look_at(place):

@@ -62,6 +62,18 @@ def test_rows_like_those_of_gsm8k_are_graded_as_they_are(place):
     assert made.environment["kind"] == "gsm8k" and made[0]["ground_truth"] == "2"
 
 
+def test_a_part_of_generated_tests_is_taken(place):
+    for name in ("arithmetic", "db_bench"):
+        assert len(ap.create_rl_dataset(name, split="test", max_samples=3)) == 3
+
+
+def test_only_completions_have_labels_of_preferences(place):
+    row = {"question": "1 + 1?", "answer": "2", "label": "easy"}
+    assert ap.create_rl_dataset([row]).environment["kind"] == "questions"
+    reply = {"prompt": "1 + 1?", "completion": "2", "label": True}
+    assert ap.create_rl_dataset([reply]).environment["label"] == "label"
+
+
 @pytest.mark.parametrize("question", COLUMNS["question"])
 @pytest.mark.parametrize("answer", COLUMNS["answer"])
 def test_columns_are_known_by_their_usual_names(place, question, answer):
@@ -214,6 +226,19 @@ def test_another_function_of_the_same_name_is_another_training(place):
     assert train(1)["metrics"]["reward"] == 1.0
     assert train(1)["metrics"]["reward"] == 1.0 and not Path("again-1").exists()
     assert train(-1)["metrics"]["reward"] == -1.0 and Path("again-1").exists()
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "db_bench", "gsm8k", "rows"])
+def test_a_reward_function_gets_the_right_answer_of_every_dataset(place, name):
+    seen = {}
+
+    def reward(completions, prompts, ground_truth):
+        seen[prompts[0].partition("\n\nNo action")[0]] = ground_truth[0]
+        return [0.0]
+
+    made = ap.create_rl_dataset(ROWS if name == "rows" else name, max_samples=2)
+    GRPOTrainerWrapper(dataset=made, reward_fn=reward, max_new_tokens=4, output_dir="out", **SHORT).train()
+    assert seen == {row["prompt"]: row["ground_truth"] for row in made} and all(seen.values())
 
 
 def test_an_episode_without_a_turn_has_no_reply():

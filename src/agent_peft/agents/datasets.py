@@ -75,6 +75,15 @@ class Dataset(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @cached_property
+    def truths(self) -> dict[str, Any]:
+        """The right answers, also to what is held out, by the ids of the tasks."""
+        truths = {}
+        for keys in (self.environment, *([] if self.heldout is None else [self.heldout])):
+            with closing(load_environment(keys)) as environment:
+                truths |= {task.id: _truth(environment, task) for task in environment.tasks}
+        return truths
+
     @property
     def column_names(self) -> list[str]:
         return list(self.rows[0])
@@ -164,7 +173,7 @@ def _gsm8k_keys(tasks: str, split: str | None, limit: int | None = None) -> _Key
 def _arithmetic(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]:
     keys = {"kind": "arithmetic", "digits": 1, "num_tasks": max_samples}
     heldout = {"kind": "arithmetic", "digits": 1, "split": "heldout"}
-    return (heldout, None) if _is_test(split) else (keys, heldout)
+    return (heldout | {"num_tasks": max_samples}, None) if _is_test(split) else (keys, heldout)
 
 
 def _db_bench(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]:
@@ -202,15 +211,16 @@ def _rows_in_memory(dataset: Any) -> list[Any]:
 
 def _of_rows(name: str, content: Sequence[Any], split: str, folder: Path) -> dict[str, Any]:
     """Write rows for an environment, which checks them when it reads them, and return its keys: preferences
-    if they have chosen and rejected replies or labels, GSM8K if their answers are written like its, else
-    questions.
+    if they have chosen and rejected replies, or completions with labels; GSM8K if their answers are written
+    like its; else questions.
     """
     if not content:
         raise AgentPeftError(f"dataset {name}: has no rows")
     first = content[0] if isinstance(content[0], Mapping) else {}
-    if {"chosen", "rejected"} <= first.keys() or "label" in first:
+    labeled = {"prompt", "completion", "label"} <= first.keys()
+    if labeled or {"chosen", "rejected"} <= first.keys():
         rows = [dict(row) if isinstance(row, Mapping) else row for row in content]
-        keys: dict[str, Any] = {"kind": "preferences", "label": "label" if "label" in first else None}
+        keys: dict[str, Any] = {"kind": "preferences", "label": "label" if labeled else None}
     else:
         rows = [_known(f"{name}: row {number}", row) for number, row in enumerate(content, 1)]
         texts = all(isinstance(row["question"], str) and isinstance(row["answer"], str) for row in rows)
@@ -274,13 +284,20 @@ def _text_or_prompt(place: str, value: Any, name: str, column: str) -> Any:
 def _row(environment: Environment, task: Task, form: Form, render: Any) -> dict[str, Any]:
     with closing(environment.episode(task, 0)) as episode:
         prompt = render(episode.start())
-    solution = "\n".join(environment.demonstration(task) or ())
     if form == "sft":
+        solution = "\n".join(environment.demonstration(task) or ())
         return {"id": task.id, "prompt": prompt, "completion": solution, "text": f"{prompt}\n{solution}"}
-    truth = task.content.get("answer", solution)
-    if isinstance(truth, str | int | float):
-        truth = spelled(truth).rpartition(GOLD_MARK)[2].strip()
-    return {"id": task.id, "prompt": prompt, "ground_truth": truth}
+    return {"id": task.id, "prompt": prompt, "ground_truth": _truth(environment, task)}
+
+
+def _truth(environment: Environment, task: Task) -> Any:
+    """The right answer: that of the row, else the demonstration."""
+    answer = task.content.get("answer")
+    if answer is None:
+        answer = "\n".join(environment.demonstration(task) or ())
+    return (
+        spelled(answer).rpartition(GOLD_MARK)[2].strip() if isinstance(answer, str | int | float) else answer
+    )
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agent_peft.agents.datasets import Dataset
 from agent_peft.config import first_error
 from agent_peft.environments.graders import normalized, spelled
 from agent_peft.environments.gsm8k import GOLD_MARK, answer_pattern
@@ -188,10 +189,11 @@ def _code_digest(reward: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
-def as_term(reward: Any) -> Callable[[Trajectory], float]:
+def as_term(reward: Any, dataset: Dataset | None = None) -> Callable[[Trajectory], float]:
     """A function of replies as a term of a run's reward, which is called with one episode at a time. In
     addition to ``completions`` it gets, as far as it takes them, ``prompts``, ``completion_ids``,
-    ``ground_truth`` and the columns of the task, each in a list.
+    ``ground_truth`` and the columns of the task, each in a list. A task without an answer in its columns has
+    that of the dataset.
     """
     if not callable(reward):
         raise AgentPeftError(
@@ -206,6 +208,8 @@ def as_term(reward: Any) -> Callable[[Trajectory], float]:
         replies = [message.text for message in trajectory.messages if message.role == "assistant"]
         others = [message.content for message in trajectory.messages if message.role != "assistant"]
         answer = trajectory.task.content.get("answer")
+        if answer is None and dataset is not None:
+            answer = dataset.truths.get(trajectory.task.id)
         if isinstance(answer, str) and GOLD_MARK in answer:
             answer = answer.rpartition(GOLD_MARK)[2].strip()
         columns = {

@@ -21,9 +21,9 @@ from agent_peft.config import first_error
 from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
+from agent_peft.environments.base import OUTCOMES
 from agent_peft.lookup import nearest
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
-from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.start import start_of
 from agent_peft.rollout.evaluation import evaluate
@@ -51,7 +51,12 @@ def report_facts(algorithm: str) -> Any:
         raise AgentPeftError(
             f"algorithm: there is no {algorithm!r:.80}; {nearest(algorithm, ALGORITHMS.keys())}"
         )
-    return ALGORITHMS[algorithm]().facts
+    return ALGORITHMS[algorithm](**_length(algorithm, 1)).facts
+
+
+def _length(algorithm: str, tokens: int) -> dict[str, int]:
+    """The key of an algorithm that divides by the length of the longest reply."""
+    return {"constant_length": tokens} if algorithm == "dr_grpo" else {}
 
 
 def config_from(
@@ -74,7 +79,9 @@ def config_from(
         )
     sampling = _sampling(keys)
     stage: dict[str, Any] = {
-        "algorithm": {"kind": algorithm} | ({} if kl_coef is None else {"kl_coef": kl_coef}),
+        "algorithm": {"kind": algorithm}
+        | _length(algorithm, keys.max_new_tokens)
+        | ({} if kl_coef is None else {"kl_coef": kl_coef}),
         "epochs": keys.num_epochs,
         "tasks_per_step": keys.batch_size,
         "rewards": dict(rewards or {"correct": 1.0, "incorrect": 0.0}),
@@ -163,14 +170,18 @@ def make_room(config: TrainConfig) -> str | None:
 
 
 def measure_run(keys: TrainingKeys, dataset: Dataset, number: int | None) -> EvaluationReport:
-    """Measure a model, greedily, on the first tasks of a dataset; None takes ``MAX_EVALUATED``."""
+    """Measure a model on the first tasks of a dataset; None takes ``MAX_EVALUATED``. It is greedy, and
+    measures the recorded replies of preferences.
+    """
     name = str(keys.model_name)
     lora = LoraSettings() if _has_adapter(name) else None
     policy = load_policy({"model": name, "lora": lora, **recorded_measured(Path(name).expanduser())})
     with closing(load_environment(dataset.environment)) as environment:
         number = min(number or MAX_EVALUATED, len(environment.tasks))
-        settings = {"num_tasks": number, "sampling": _sampling(keys)}
-        return evaluate(load_sampler(policy), environment, settings, keys.seed)
+        settings: dict[str, Any] = {"num_tasks": number}
+        if environment.measures == OUTCOMES:
+            settings["sampling"] = _sampling(keys)
+        return evaluate(policy, environment, settings, keys.seed)
 
 
 def progress_of(folder: Path) -> dict[str, Any]:
@@ -194,12 +205,11 @@ def progress_of(folder: Path) -> dict[str, Any]:
 
 def training_result(folder: Path) -> dict[str, Any]:
     """``progress_of``, and the accuracies that the run has measured."""
-    reports = {name: one.report for name, one in load_run(folder).evaluations.items()}
-    result = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
-    if "base" in reports:
-        result["accuracy_before"] = reports["base"].headline.value
-    if later := [report for name, report in reports.items() if name != "base"]:
-        result["accuracy"] = later[-1].headline.value
+    reports = {name: accuracy_of(one.report) for name, one in load_run(folder).evaluations.items()}
+    result = progress_of(folder) | {"evaluations": reports}
+    for name, report in reports.items():
+        if "accuracy" in report:
+            result["accuracy_before" if name == "base" else "accuracy"] = report["accuracy"]
     return result
 
 
@@ -217,9 +227,12 @@ def report_of(folder: Path, points: int = 20) -> dict[str, Any]:
 
 
 def accuracy_of(report: EvaluationReport) -> dict[str, Any]:
-    """The share of right answers, its 95 % interval, and the number of tasks."""
+    """The share of right answers, its 95 % interval, and the number of tasks; of recorded replies, what was
+    measured of them.
+    """
     success = report.success
-    assert success is not None  # a dataset of questions
+    if success is None:
+        return {name: mean.value for name, mean in report.means.items()} | {"tasks": report.headline.tasks}
     return {"accuracy": success.value, "low": success.low, "high": success.high, "tasks": success.tasks}
 
 
@@ -290,7 +303,8 @@ class GRPOTrainerWrapper(SFTTrainerWrapper):
         """
         super().__init__(config, dataset, **keys)
         self.reward_fn = reward_fn
-        self._term = None if reward_fn is None or prices_of(reward_fn) is not None else as_term(reward_fn)
+        known = reward_fn is None or prices_of(reward_fn) is not None
+        self._term = None if known else as_term(reward_fn, self.dataset)
 
     def _rewards(self) -> dict[str, Any] | None:
         if self._term is None:
