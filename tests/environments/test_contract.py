@@ -214,6 +214,17 @@ def test_a_class_without_a_configuration_takes_no_keys(world: Any) -> None:
         load_environment(kind, num_tasks=5)
 
 
+@pytest.mark.parametrize("written", ["None", "{'num_tasks': 2}", "dict", "Settings"])
+def test_a_config_class_of_another_kind_is_one_line(world: Any, written: str) -> None:
+    settings = "class Settings:\n    num_tasks: int = 2\n\n"
+    kind = world(
+        (CONFIGURED[0], f"{settings}class World(Environment):\n    config_class = {written}"),
+        ("def __init__(self, config):", "def __init__(self, config):\n        self.config = config"),
+    )
+    with pytest.raises(AgentPeftError, match=rf"^environment: '{kind}': its config_class is .*leave it out"):
+        load_environment(kind)
+
+
 def test_an_environment_is_loaded_by_class_kind_mapping_or_configuration(world: Any) -> None:
     kind = world(
         CONFIGURED,

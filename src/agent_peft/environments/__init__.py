@@ -82,6 +82,12 @@ def environment_class(kind: object) -> type[Environment]:
         named = find(kind) if isinstance(kind, str) else kind
         if not (isinstance(named, type) and issubclass(named, Environment)):
             raise ValueError(f"{kind!r} is not a subclass of agent_peft.environments.Environment; name one")
+        keys: object = named.config_class
+        if not (isinstance(keys, type) and issubclass(keys, EnvironmentConfig)):
+            raise ValueError(
+                f"{kind!r}: its config_class is {keys!r:.80}; set it to a subclass of "
+                "agent_peft.environments.EnvironmentConfig, or leave it out where there are no keys"
+            )
         return named
     fault = "names no kind" if kind is None else f"there is no kind {kind!r}"
     raise ValueError(f"{fault}; {nearest(kind or '', ENVIRONMENTS.keys(), CUSTOM)}")
