@@ -61,6 +61,15 @@ def finished(configure) -> TrainConfig:
     return config
 
 
+def test_a_budget_of_thoughts_is_refused_before_the_first_stage(configure, settings):
+    """Also where only a later stage samples, and the model has no mark of thoughts."""
+    settings["stages"][1]["sampling"]["max_thinking_tokens"] = 2
+    config = configure(evaluation=None)
+    with pytest.raises(AgentPeftError, match=r"max_thinking_tokens: neither the model's chat template nor"):
+        train(config)
+    assert not (config.run_dir / "metrics.jsonl").exists()
+
+
 # -- what lies there -----------------------------------------------------------------------------------------
 
 

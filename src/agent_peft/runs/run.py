@@ -35,6 +35,7 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
+from agent_peft.policies.thinking import check_thinking
 from agent_peft.printable import Printable
 from agent_peft.ranks import Ranks, join
 from agent_peft.rollout.replays import Replays
@@ -140,6 +141,8 @@ def train(
         policy = load_policy(started(config), config.seed)
         ranks.assert_equal(policy.model.parameters(), "the weights of policy.model")
         sampler = stack.enter_context(closing(load_sampler(policy, config.engine)))
+        for stage in config.stages:
+            check_thinking(sampler.chat, stage.sampling.max_thinking_tokens)
         template = template_of(sampler.chat)
         if ranks.is_main:
             earlier_run = opened.origin and not opened.begun and Path(opened.origin.run)
