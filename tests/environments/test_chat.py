@@ -335,6 +335,18 @@ def test_there_is_no_outcome_to_reward(table, tmp_path, kind):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "orpo", "simpo", "rloo"])
+def test_rows_with_a_label_are_for_kto_alone(tmp_path, algorithm):
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "c.yaml"
+    rows.write_text("".join(json.dumps(LABELED | {"good": n % 2}) + "\n" for n in range(4)))
+    keys = {"folder": tmp_path, "kind": "preferences", "tasks": f"{rows}, label: good"}
+    file.write_text(CONFIG.format(**keys, algorithm=algorithm))
+    with pytest.raises(AgentPeftError, match=rf"one reply, good or bad, and {algorithm} does not learn from"):
+        read_config(file)
+    file.write_text(CONFIG.format(**keys, algorithm="kto"))
+    assert read_config(file)[0].stages[0].algorithm.kind == "kto"
+
+
 def test_nor_from_python(table, policy_config):
     from agent_peft.policies.loading import load_policy
     from agent_peft.training.trainer import Trainer

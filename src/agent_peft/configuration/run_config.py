@@ -173,12 +173,22 @@ class TrainConfig(Config):
         return self
 
     def _check_graded(self) -> None:
-        """Check that the built-in environments grade outcomes where these are rewarded."""
+        """Check that the built-in environments grade outcomes where these are rewarded, and have pairs where
+        these are learned.
+        """
         kind = self.environment.kind
         graded = kind not in ENVIRONMENTS or ENVIRONMENTS[kind].measures == OUTCOMES
+        labeled = kind == "preferences" and getattr(self.environment, "label", None) is not None
         for stage in self.stages if not graded else ():
             algorithm = stage.algorithm
-            if not isinstance(algorithm, UncheckedAlgorithmConfig) and stage.samples:
+            if isinstance(algorithm, UncheckedAlgorithmConfig):
+                continue
+            if labeled and stage.episodes_of is None and algorithm.facts.preferences != "labels":
+                raise ValueError(
+                    f"environment.label makes rows of one reply, good or bad, and {algorithm.kind} does not "
+                    "learn from these; set algorithm: kto, or give a table of chosen and rejected replies"
+                )
+            if stage.samples:
                 needed = "reward" if algorithm.facts.on_policy else "success"
                 raise ValueError(
                     f"environment: {kind} has no outcome to grade, so {algorithm.kind} has "
