@@ -26,6 +26,8 @@ from agent_peft.algorithms import (
     RlooConfig,
     SftConfig,
     averages,
+    clipped,
+    sequence_mean,
 )
 from agent_peft.algorithms.surrogates import k1, to_go
 from agent_peft.batch import Batch, collate
@@ -299,6 +301,45 @@ def test_a_missing_reference_is_not_silently_no_penalty():
     batch = replace(normalized(algorithm, rollout(policy(0))), reference_logprobs=None)
     with pytest.raises(ValueError, match="reference"):
         algorithm.loss(forward(policy(1), batch), batch)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda returns: returns[:, None],
+        lambda returns: returns.mean(),
+        lambda returns: returns[:1],
+        lambda returns: returns[None],
+        lambda returns: returns.tolist(),
+    ],
+)
+@pytest.mark.parametrize(
+    "keys", [{}, {"turn_discount": 0.5}, {"turn_discount": 0.5, "compares_groups": True}]
+)
+def test_an_advantage_of_another_shape_is_not_silently_broadcast(returned, keys):
+    surrogate = clipped(0.2, 0.2)
+    own = PolicyGradient("own", lambda returns, groups: returned(returns), surrogate, sequence_mean, **keys)
+    with pytest.raises(AgentPeftError, match=r"^the advantage of own returned .* belongs: one number for"):
+        own.prepare(rollout(policy(0)))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda loss: (loss.mean(), loss > 0),
+        lambda loss: (loss.sum(1), loss > 0),
+        lambda loss: (loss, False),
+        lambda loss: loss,
+    ],
+)
+def test_a_surrogate_of_another_shape_is_not_silently_broadcast(returned):
+    def surrogate(logprobs, sampled, advantages, mask):
+        return returned(-advantages * logprobs * mask)
+
+    own = PolicyGradient("own", lambda returns, groups: returns, surrogate, sequence_mean)
+    batch = normalized(own, rollout(policy(0)))
+    with pytest.raises(AgentPeftError, match=r"^the surrogate returned .* belongs: the loss per token, and"):
+        own.loss(forward(policy(1), batch), batch)
 
 
 def test_a_missing_entropy_is_not_silently_no_bonus():

@@ -30,6 +30,7 @@ from agent_peft.algorithms.surrogates import (
 )
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.lazy_torch import Tensor, torch
+from agent_peft.types import AgentPeftError
 
 
 class PolicyGradient(Algorithm):
@@ -105,14 +106,19 @@ class PolicyGradient(Algorithm):
         """(B, T) the advantages of the trajectories, or of their turns."""
         turns = None if self.turn_discount is None else Turns.of(batch, self.turn_discount)
         if turns is None:
-            advantages = self.advantage(batch.returns, batch.groups)
+            advantages = self._advantages(batch.returns, batch.groups)
         else:
             groups = batch.groups[turns.rows]
             compares = self.compares_groups
-            advantages = turns.compared(self.advantage) if compares else self.advantage(turns.returns, groups)
+            found = self._advantages
+            advantages = turns.compared(found) if compares else found(turns.returns, groups)
         if self.baseline is not None:
             advantages = self.baseline.subtract(advantages, sum_over_ranks)
         return advantages[:, None] * batch.action_mask if turns is None else turns.per_token(advantages)
+
+    def _advantages(self, returns: Tensor, groups: Tensor) -> Tensor:
+        """(B,) what the advantage returns, which may be a user's function."""
+        return _shaped(self.advantage(returns, groups), returns, f"the advantage of {self.kind}")
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """advantage_std: of the step's sampled tokens. baseline: that of the next step."""
@@ -162,6 +168,18 @@ def reward_kl(batch: Batch) -> Tensor:
     return k1(batch.scored_logprobs, batch.reference_logprobs) * batch.action_mask
 
 
+def _shaped(values: Any, like: Tensor, place: str) -> Tensor:
+    """Refuse what is no tensor of the shape of ``like``: it would be broadcast."""
+    shape = tuple(values.shape) if isinstance(values, torch.Tensor) else None
+    if shape != like.shape:
+        returned = f"{values!r:.40}" if shape is None else f"a tensor of shape {shape}"
+        needed = "the loss per token, and whether it was clipped" if like.dim() > 1 else "one number for each"
+        raise AgentPeftError(
+            f"{place} returned {returned} where one of shape {tuple(like.shape)} belongs: {needed}"
+        )
+    return values
+
+
 def surrogate_and_penalties(
     output: PolicyOutput,
     microbatch: Batch,
@@ -179,7 +197,8 @@ def surrogate_and_penalties(
     (k3, to the reference). Those that have nothing to be computed from are left out.
     """
     logprobs, sampled = output.logprobs, microbatch.logprobs
-    per_token, cut = surrogate(logprobs, sampled, microbatch.advantages, microbatch.action_mask)
+    parts = surrogate(logprobs, sampled, microbatch.advantages, microbatch.action_mask)
+    per_token, cut = (_shaped(part, logprobs, "the surrogate") for part in parts)
     with torch.no_grad():
         rho = (logprobs - sampled).exp()
         metrics = {
