@@ -186,6 +186,14 @@ MISTAKES = [
     (lambda policy, tasks: ap.Trainer(policy, tasks, {"algorithm": "rloo", "step": 1}), "stage.step:"),
     (lambda policy, tasks: ap.Trainer(policy, type(tasks), STAGE), "is a class; give agent_peft.load_env"),
     (lambda policy, tasks: ap.evaluate(policy, type(tasks)), "is a class; give agent_peft.load_environment("),
+    (
+        lambda policy, tasks: ap.Trainer(policy, "arithmetic", STAGE),
+        "'arithmetic' is a str; give agent_peft.load",
+    ),
+    (
+        lambda policy, tasks: ap.evaluate(policy, {"kind": "gsm8k"}),
+        "is a dict; give agent_peft.load_environment(",
+    ),
     (lambda policy, tasks: ap.load_config("quickstrat"), "quickstart"),
     (lambda policy, tasks: ap.load_config("quickstart", sed=1), "seed"),
     (lambda policy, tasks: ap.evaluate(policy, tasks, {"sampling": {"temperatur": 0}}), "temperature"),

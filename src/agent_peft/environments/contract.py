@@ -120,10 +120,11 @@ def construct(environment_class: type[Environment], config: EnvironmentConfig) -
 
 
 def refuse_class(environment: object) -> None:
-    """Raise if an environment's class is given in place of an environment."""
-    if isinstance(environment, type):
-        name = environment.__name__
-        raise AgentPeftError(f"environment: {name} is a class; give agent_peft.load_environment({name})")
+    """Raise if an environment's class, name or configuration is given in place of an environment."""
+    if isinstance(environment, type | str | Mapping):
+        name = environment.__name__ if isinstance(environment, type) else f"{environment!r:.80}"
+        kind = "class" if isinstance(environment, type) else type(environment).__name__
+        raise AgentPeftError(f"environment: {name} is a {kind}; give agent_peft.load_environment({name})")
 
 
 def check_ids(environment: Environment) -> None:

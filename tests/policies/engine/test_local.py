@@ -296,6 +296,18 @@ def test_an_empty_prompt_is_refused(make_policy):
         drive(make_policy(), [Talk([1, 5], 0), Talk([], 1)])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_prompt_that_the_model_cannot_read_is_refused(make_policy, kind):
+    policy = make_policy(kind)
+    positions = policy.bound.positions
+    drive(policy, [longest := Talk([1] * positions, 0)], SamplingConfig(max_new_tokens=2))
+    assert len(longest.actions[0]) == 1
+    with pytest.raises(
+        AgentPeftError, match=rf"has {positions + 1} tokens, and the model can read {positions}"
+    ):
+        drive(policy, [Talk([1, 5], 0), Talk([1] * (positions + 1), 1)], SamplingConfig(max_new_tokens=2))
+
+
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValidationError, match="at least 1 character"):
         SamplingConfig(stop=("a", ""))

@@ -14,8 +14,10 @@ from agent_peft.addresses import checked_url
 from agent_peft.config import Config
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.types import AgentPeftError
 
 if TYPE_CHECKING:
+    from agent_peft.policies.models.positions import Bound
     from agent_peft.policies.tokenization import ChatTokenizer
 
 
@@ -200,12 +202,17 @@ class Conversation(Protocol):
         ...
 
 
-def prompt_of(conversation: Conversation) -> Sequence[int] | None:
+def prompt_of(conversation: Conversation, bound: Bound | None) -> Sequence[int] | None:
     """The first tokens of a conversation, or None. An empty prompt is a ValueError."""
     prompt = conversation.prompt
     if prompt is not None and not len(prompt):
         raise ValueError(
             "a conversation has an empty prompt, so its first token cannot be predicted: begin it with one"
+        )
+    if prompt is not None and bound is not None and len(prompt) > bound.positions:
+        raise AgentPeftError(
+            f"a prompt has {len(prompt)} tokens, and the model can read {bound.positions} ({bound.reason}); "
+            "shorten the prompt, or take another model"
         )
     return None if prompt is None else prompt if isinstance(prompt, NewRow) else tuple(prompt)
 

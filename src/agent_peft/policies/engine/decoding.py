@@ -97,16 +97,15 @@ class Decoding:
             self._open(row, due=0)
         while self.queue or self.rows:
             self.advance()
-        clock = self.clock
         return EngineStatistics(
             prefilled=self.prefilled,
             prefilled_naive=self.prefilled_naive,
             sampled=self.sampled,
-            steps=clock.step,
+            steps=self.clock.step,
             row_halvings=self.row_halvings,
-            late=len(clock.recorded),
-            waited=clock.waited,
-            schedule=tuple(sorted(clock.recorded)),
+            late=len(self.clock.recorded),
+            waited=self.clock.waited,
+            schedule=tuple(sorted(self.clock.recorded)),
         )
 
     def advance(self) -> None:
@@ -159,7 +158,8 @@ class Decoding:
 
     def _open(self, row: Row, due: int) -> None:
         if row.answer is None and not row.tokens:
-            row.answer = PendingTurn(row.number, 0, due, self.threads.submit(prompt_of, row.conversation))
+            prompt = self.threads.submit(prompt_of, row.conversation, self.policy.bound)
+            row.answer = PendingTurn(row.number, 0, due, prompt)
 
     def _join(self) -> None:
         """Take in the answers that join at this step, in slot order; then waiting conversations."""

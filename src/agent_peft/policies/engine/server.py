@@ -26,7 +26,13 @@ from safetensors import SafetensorError
 from agent_peft.addresses import read_token
 from agent_peft.files import sync
 from agent_peft.policies import adapters
-from agent_peft.policies.engine.base import Conversation, EngineStatistics, NewRow, ServerEngineConfig
+from agent_peft.policies.engine.base import (
+    Conversation,
+    EngineStatistics,
+    NewRow,
+    ServerEngineConfig,
+    prompt_of,
+)
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.engine.server_proofs import Canary, Version, refuse_adapter
@@ -161,7 +167,8 @@ class ServerSampler:
         threads = DaemonThreads(min(self.config.rows, len(conversations)), "conversation")
 
         def drive(conversation: Conversation, server: ServerClient) -> EngineStatistics:
-            tokens, read, drawn, news = list[int](), 0, 0, conversation.prompt
+            tokens, read, drawn = list[int](), 0, 0
+            news = prompt_of(conversation, self.policy.bound)
             while news is not None and not failed.is_set():
                 seed = conversation.seed if self.config.seeded else None
                 if isinstance(news, NewRow):
