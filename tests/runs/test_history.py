@@ -115,6 +115,20 @@ def test_the_log_has_every_warning_with_its_time_over_all_starts(config, monkeyp
     assert "after the run" not in Path("run/log.txt").read_text()
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_program_without_logging_sees_the_warnings_of_its_run(tmp_path, monkeypatch, capsys, configured):
+    """As before and after the run: the log's handler must not be the only one. One that has set up logging
+    sees what it has chosen.
+    """
+    own = [logging.NullHandler()] if configured else []
+    monkeypatch.setattr(logging.getLogger(), "handlers", list(own))
+    with History(tmp_path):
+        logging.getLogger("agent_peft.runs.observers").warning("the observer failed")
+    assert ("the observer failed" in capsys.readouterr().err) is not configured
+    assert "the observer failed" in (tmp_path / "log.txt").read_text()
+    assert logging.getLogger().handlers == own
+
+
 @pytest.mark.parametrize("damage", ["gone", "a folder", "brackets", "other JSON"])
 def test_no_damage_of_the_record_ends_a_run(config, damage, caplog):
     train(config)

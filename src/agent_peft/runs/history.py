@@ -45,6 +45,7 @@ class History:
     def __init__(self, folder: Path, origin: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self._log = _LogFile(folder / LOG)
+        self._added: list[logging.Handler] = []
         self._handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
         events = read_record(folder).get("history")
         self.record: dict[str, Any] = {
@@ -60,7 +61,13 @@ class History:
         }
 
     def __enter__(self) -> Self:
-        logging.getLogger().addHandler(self._log)
+        self._added = [self._log]
+        if (
+            not logger.hasHandlers() and logging.lastResort is not None
+        ):  # Python uses it without a handler only
+            self._added.append(logging.lastResort)
+        for handler in self._added:
+            logging.getLogger().addHandler(handler)
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -80,7 +87,8 @@ class History:
             self._end("failed", f"{name}{error}")
         else:
             self._end("done")
-        logging.getLogger().removeHandler(self._log)
+        for handler in self._added:
+            logging.getLogger().removeHandler(handler)
         self._log.close()
 
     def add(self, event: str, step: int, detail: str = "", **more: Any) -> None:
