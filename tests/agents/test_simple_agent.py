@@ -97,6 +97,26 @@ def test_an_endpoint_that_is_not_there_is_an_error_of_one_line(monkeypatch):
         SimpleAgent(llm_config=LLMConfig(model="m")).run("Hello")
 
 
+def test_a_local_policy_answers_within_what_it_reads(tiny):
+    """Also where ``max_tokens`` is more than the room that is left."""
+    agent = SimpleAgent(llm_config=LLMConfig(model=str(tiny), local=True, max_tokens=4096), tools=[Adder()])
+    assert isinstance(agent.run("2 + 2?"), str)
+    with pytest.raises(
+        AgentPeftError, match=r"^SimpleAgent: the conversation has \d+ tokens, and .* reads 4096"
+    ):
+        agent.run("2" * 4096)
+
+
+@pytest.mark.parametrize("part", ["name", "description", "schema", "run"])
+def test_a_tool_without_one_of_its_parts_is_one_line(part):
+    parts = {"name": "add", "description": "Adds.", "schema": {}, "run": lambda self, parameters: "4"}
+    tool = type("Own", (), {name: value for name, value in parts.items() if name != part})()
+    with pytest.raises(
+        AgentPeftError, match=rf"^SimpleAgent: the tool .* has no {part}; a tool has name, desc"
+    ):
+        SimpleAgent(tools=[tool])
+
+
 def test_the_key_is_not_shown():
     assert "secret" not in repr(LLMConfig(model="m", api_key="secret"))
 

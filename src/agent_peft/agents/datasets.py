@@ -78,7 +78,7 @@ class Dataset(Sequence[dict[str, Any]]):
     @cached_property
     def truths(self) -> dict[str, Any]:
         """The right answers, also to what is held out, by the ids of the tasks."""
-        truths = {}
+        truths = dict[str, Any]()
         for keys in (self.environment, *([] if self.heldout is None else [self.heldout])):
             with closing(load_environment(keys)) as environment:
                 truths |= {task.id: _truth(environment, task) for task in environment.tasks}

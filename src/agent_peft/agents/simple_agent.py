@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -20,6 +21,9 @@ SYSTEM_PROMPT = (
     "You are {name}. You may call tools. Call one when the request needs it, read its result, and then "
     "answer with what the result says. Never report a number that no tool has told you."
 )
+
+
+TOOL_PARTS = ("name", "description", "schema", "run")
 
 
 class AgentTool(Protocol):
@@ -78,6 +82,12 @@ class SimpleAgent:
         """
         self.name, self.max_steps = name, max_steps
         self.llm_config = llm_config or LLMConfig(model="gpt-4o-mini")
+        for tool in tools:
+            if missing := [part for part in TOOL_PARTS if not hasattr(tool, part)]:
+                raise AgentPeftError(
+                    f"SimpleAgent: the tool {tool!r:.60} has no {missing[0]}; a tool has "
+                    + ", ".join(TOOL_PARTS)
+                )
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools) or max_steps < 1:
             raise AgentPeftError("SimpleAgent: needs tools with different names, and max_steps of at least 1")
@@ -169,13 +179,21 @@ def _local(config: LLMConfig) -> _Model:
     from agent_peft.policies.engine import load_sampler
     from agent_peft.policies.generation import generate
 
-    sampler = load_sampler(load_target(config.model))
+    policy = load_target(config.model)
+    sampler = load_sampler(policy)
     limits = {"temperature": config.temperature or 0.0, "max_new_tokens": config.max_tokens}
 
     def reply(messages: list[_Json], functions: list[_Json]) -> _Json:
         tools = [Tool.model_validate(function) for function in functions]
         plain = plain_messages([ChatMessage.model_validate(message) for message in messages], tools)
-        room = len(sampler.chat.opening(plain)) + config.max_tokens
+        tokens = len(sampler.chat.opening(plain))
+        most = math.inf if policy.bound is None else policy.bound.positions
+        if tokens >= most:
+            raise AgentPeftError(
+                f"SimpleAgent: the conversation has {tokens} tokens, and {config.model} reads {most}; begin "
+                "another one with a new agent, give it fewer tools, or take another model"
+            )
+        room = min(tokens + config.max_tokens, most)
         (text,) = generate(sampler, [plain], limits | {"max_tokens": room}, seed=len(messages))
         content, calls = split_calls(text, tools)
         return _message(content, [call.model_dump() for call in written(calls)])

@@ -51,7 +51,7 @@ def report_facts(algorithm: str) -> Any:
         raise AgentPeftError(
             f"algorithm: there is no {algorithm!r:.80}; {nearest(algorithm, ALGORITHMS.keys())}"
         )
-    return ALGORITHMS[algorithm](**_length(algorithm, 1)).facts
+    return ALGORITHMS[algorithm].model_validate(_length(algorithm, 1)).facts
 
 
 def _length(algorithm: str, tokens: int) -> dict[str, int]:

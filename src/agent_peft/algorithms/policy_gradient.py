@@ -168,8 +168,8 @@ def reward_kl(batch: Batch) -> Tensor:
     return k1(batch.scored_logprobs, batch.reference_logprobs) * batch.action_mask
 
 
-def _shaped(values: Any, like: Tensor, place: str) -> Tensor:
-    """Refuse what is no tensor of the shape of ``like``: it would be broadcast."""
+def _shaped(values: Tensor, like: Tensor, place: str) -> Tensor:
+    """Refuse what is not a tensor of the shape of ``like``: it would be broadcast."""
     shape = tuple(values.shape) if isinstance(values, torch.Tensor) else None
     if shape != like.shape:
         returned = f"{values!r:.40}" if shape is None else f"a tensor of shape {shape}"

@@ -66,8 +66,8 @@ class History:
             not logger.hasHandlers() and logging.lastResort is not None
         ):  # Python uses it without a handler only
             self._added.append(logging.lastResort)
-        for handler in self._added:
-            logging.getLogger().addHandler(handler)
+        for log in self._added:
+            logging.getLogger().addHandler(log)
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -87,8 +87,8 @@ class History:
             self._end("failed", f"{name}{error}")
         else:
             self._end("done")
-        for handler in self._added:
-            logging.getLogger().removeHandler(handler)
+        for log in self._added:
+            logging.getLogger().removeHandler(log)
         self._log.close()
 
     def add(self, event: str, step: int, detail: str = "", **more: Any) -> None:
