@@ -189,7 +189,7 @@ NAMED: dict[str, str] = {
     "stages.task_order.skills": "{path}=[insert]",
 }
 # without outcomes: for supervised stages, and never measured (environments/test_chat)
-UNGRADED = ("chat", "preferences")
+UNGRADED = {"chat": "sft", "preferences": "kto"}  # kto takes rows with a label, too
 SUPERVISED = ("sft", "dpo", "kto", "orpo", "simpo")
 
 
@@ -201,7 +201,7 @@ def settings_for(key: str) -> dict[str, Any]:
         for part in section.replace("evaluation.environment", "evaluation_environment").split(".")
         if ":" in part
     )
-    default = "sft" if kinds.get("environment") in UNGRADED else "grpo"
+    default = UNGRADED.get(kinds.get("environment", ""), "grpo")
     algorithm = {"kind": kinds.get("algorithm", default)} | (
         {"constant_length": 9} if "dr_grpo" in kinds.values() else {}
     )
