@@ -61,11 +61,9 @@ class History:
         }
 
     def __enter__(self) -> Self:
-        self._added = [self._log]
-        if (
-            not logger.hasHandlers() and logging.lastResort is not None
-        ):  # Python uses it without a handler only
-            self._added.append(logging.lastResort)
+        # Python shows warnings by itself only while there is no handler
+        shown = None if logger.hasHandlers() else logging.lastResort
+        self._added = [self._log, *([] if shown is None else [shown])]
         for log in self._added:
             logging.getLogger().addHandler(log)
         if threading.current_thread() is threading.main_thread():

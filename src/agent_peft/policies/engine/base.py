@@ -203,7 +203,9 @@ class Conversation(Protocol):
 
 
 def prompt_of(conversation: Conversation, bound: Bound | None) -> Sequence[int] | None:
-    """The first tokens of a conversation, or None. An empty prompt is a ValueError."""
+    """The first tokens of a conversation, or None. An empty prompt is a ValueError, one beyond the model's
+    positions an `AgentPeftError`.
+    """
     prompt = conversation.prompt
     if prompt is not None and not len(prompt):
         raise ValueError(
