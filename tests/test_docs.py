@@ -304,7 +304,7 @@ NOT_MEASURED = [
     f"of {len(GENERATED_SKILLS)} skills",
     "Stable-Baselines3](docs/stable_baselines3.md)",
     "mean of 3 seeds (the quickstart's base score is 1 seed)",
-    "13 minutes on two cores; prints a results table",
+    "24 minutes on two cores; prints a results table",
     "on two CPU cores",
     "two small classes, and a third one for keys",
     "a row of three functions",
