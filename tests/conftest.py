@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.hardware import has_bf16
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine import schedule
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models import bundled
 from agent_peft.policies.models.tokenizer import character_tokenizer
@@ -245,8 +246,12 @@ def policy_config() -> ScratchConfig:
 
 
 @pytest.fixture
-def run_contents() -> Callable[[Path], dict[str, bytes]]:
-    """The bytes of every file that the configuration alone decides."""
+def run_contents(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, bytes]]:
+    """The bytes of every file that the configuration alone decides. Runs in this process wait for each
+    answer, also on a computer so loaded that a thread is a second late: what was late is a file, too.
+    """
+    for name in ("PATIENCE", "FIRST_PATIENCE"):
+        monkeypatch.setattr(schedule, name, 60.0)
 
     def contents(folder: Path) -> dict[str, bytes]:
         files = [
