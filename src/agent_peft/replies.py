@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,11 @@ THOUGHTS = {
 _MARK = re.compile("|".join(re.escape(mark) for pair in THOUGHTS.items() for mark in pair))
 _DECODER = json.JSONDecoder(strict=False)
 _BLANKS = re.compile(r"\s*")
+# tags that open something: the first of a line, or next to another tag
+_FUNCTION_TAG = re.compile(r"(?:\n[ \t]*+|</?tool_call>\s*+|</function>\s*+)<function=")
+_PARAMETER_TAG = re.compile(r"(?:\n[ \t]*+|</parameter>\s*+|\A\s*+)<parameter=")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_MARKS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 _PYTHON_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 PYTHON_FAULT = "The tool calls are not a Python list of calls with named literals, as [name(key=1)]."
@@ -200,13 +205,27 @@ def cast(call: Call, parameters: Mapping[str, Any]) -> Call:
     schemas = parameters.get("properties")
     values = dict(call.arguments)
     for key, value in values.items():
-        schema = schemas.get(key) if isinstance(schemas, dict) else None
-        kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-        if isinstance(value, str) and "string" not in (kind if isinstance(kind, list) else [kind]):
-            content, end = _json(value)
-            if not value[end:].strip() and (content is not None or value.strip() == "null"):
+        kinds = _kinds(schemas.get(key) if isinstance(schemas, dict) else None)
+        if not isinstance(value, str):
+            continue
+        text = _PYTHON_WORDS.get(value.strip(), value)
+        if "null" in kinds and text.strip() == "null":
+            values[key] = None
+        elif "string" not in kinds:
+            content, end = _json(text)
+            if not text[end:].strip() and (content is not None or text.strip() == "null"):
                 values[key] = content
     return replace(call, arguments=values)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types of a JSON schema, and of its alternatives; without one, a text."""
+    if not isinstance(schema, dict):
+        return {"string"}
+    schemas = [schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    types = [one["type"] for one in schemas if isinstance(one, dict) and one.get("type")]
+    kinds = {str(kind) for named in types for kind in (named if isinstance(named, list) else [named])}
+    return kinds or {"string"}
 
 
 def _json(text: str, start: int = 0) -> tuple[Any, int]:
@@ -221,24 +240,37 @@ def _json(text: str, start: int = 0) -> tuple[Any, int]:
     return content, end
 
 
+class _Blocks:
+    """Where the text behind each mark starts, and where the next mark begins. The reader of a block sets
+    ``end`` to where its JSON ends: marks before it are text.
+    """
+
+    def __init__(self, text: str, mark: str) -> None:
+        self.text, self.mark, self.end = text, mark, 0
+        self.before = text.partition(mark)[0]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while (place := self.text.find(self.mark, self.end)) >= 0:
+            self.end = place + len(self.mark)
+            stop = self.text.find(self.mark, self.end)
+            yield self.end, len(self.text) if stop < 0 else stop
+
+
 def _hermes(text: str) -> tuple[str, list[Call]]:
-    """Qwen 2.5 and 3, Granite 4, Hermes: JSON in tags. A closing tag in a string closes nothing."""
-    place = text.find("<tool_call>")
-    before, calls = text[:place] if place >= 0 else text, []
-    while place >= 0:
-        start = place + len("<tool_call>")
-        content, end = _json(text, start)
-        broken = content is None
-        calls.append(Call(fault="The tool call is not JSON.") if broken else call_of(content))
-        place = text.find("<tool_call>", start if broken else end)
-    return before, calls
+    """Qwen 2.5 and 3, Granite 4, Hermes: JSON in tags. A tag in a string is text."""
+    blocks, calls = _Blocks(text, "<tool_call>"), []
+    for start, _ in blocks:
+        content, blocks.end = _json(text, start)
+        calls.append(Call(fault="The tool call is not JSON.") if content is None else call_of(content))
+    return blocks.before, calls
 
 
 def _qwen3_coder(text: str) -> tuple[str, list[Call]]:
     """Qwen3-Coder, Qwen3.5 and later, Nemotron 3: a tag for the function and each parameter. The values are
-    texts, without the newline next to each tag.
+    texts, without the newline next to each tag. In a line of a value a tag opens nothing.
     """
-    before, *blocks = text.split("<function=")
+    before, mark, rest = text.partition("<function=")
+    blocks = _FUNCTION_TAG.split(rest) if mark else []
     return before.replace("<tool_call>", ""), [_function(block) for block in blocks]
 
 
@@ -251,19 +283,23 @@ def _function(block: str) -> Call:
     if end < 0:
         return Call(name, fault="The tag </function> is missing.")
     arguments = {}
-    for part in body[:end].split("<parameter=")[1:]:
+    for part in _PARAMETER_TAG.split(body[:end])[1:]:
         key, mark, value = part.partition(">")
-        close = value.rfind("</parameter>")
-        if not mark or close < 0:
-            return Call(name, fault=f"The parameter {key.strip()[:40]!r} is not closed by </parameter>.")
-        arguments[key.strip()] = value[:close].removeprefix("\n").removesuffix("\n")
+        if not mark:
+            return Call(name, fault=f"The tag <parameter={key.strip()[:40]}> is not closed.")
+        close = value.rfind("</parameter>")  # the next tag closes a value as well
+        value = value if close < 0 or value[close + len("</parameter>") :].strip() else value[:close]
+        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
     return Call(name, arguments)
 
 
 def _llama3_json(text: str) -> tuple[str, list[Call]]:
-    """Llama 3: the whole reply is JSON, or what follows ``<|python_tag|>``; a semicolon between calls."""
-    before, mark, rest = text.rpartition("<|python_tag|>")
-    if not mark and not rest.lstrip().startswith("{"):
+    """Llama 3: the whole reply is JSON with a name, or what follows ``<|python_tag|>``; a semicolon between
+    calls.
+    """
+    bare = text.lstrip().startswith("{")
+    before, mark, rest = ("", "", text) if bare else text.partition("<|python_tag|>")
+    if not mark and not bare:
         return text, []
     calls: list[Call] = []
     place = 0
@@ -271,6 +307,8 @@ def _llama3_json(text: str) -> tuple[str, list[Call]]:
         content, end = _json(rest, place)
         if content is None:
             return before, [*calls, Call(fault="The tool call is not JSON.")]
+        if bare and not calls and "name" not in content:
+            return text, []
         calls.append(call_of(content))
         after = rest[end : end + 64].lstrip()
         if not after.startswith(";"):
@@ -279,44 +317,49 @@ def _llama3_json(text: str) -> tuple[str, list[Call]]:
 
 
 def _mistral(text: str) -> tuple[str, list[Call]]:
-    """Mistral: ``[TOOL_CALLS]`` before a JSON list, or before each ``NAME[CALL_ID]ID[ARGS]{…}``."""
-    before, *blocks = text.split("[TOOL_CALLS]")
-    calls: list[Call] = []
-    for block in blocks:
-        head = block.lstrip()
-        if head.startswith(("[{", "{")):
-            content = _json(head)[0]
+    """Mistral: ``[TOOL_CALLS]`` before a JSON list, or before each ``NAME[CALL_ID]ID[ARGS]{…}``. In JSON the
+    mark is text.
+    """
+    blocks, calls = _Blocks(text, "[TOOL_CALLS]"), list[Call]()
+    for start, stop in blocks:
+        head = text[start:stop]
+        if head.lstrip().startswith(("[{", "{")):
+            content, blocks.end = _json(text, start)
             if content is None:
                 calls.append(Call(fault="The tool call is not JSON."))
             else:
                 calls += [call_of(one) for one in (content if isinstance(content, list) else [content])]
             continue
-        name, mark, arguments = head.partition("[ARGS]")
+        name, mark, _ = head.partition("[ARGS]")
         if not mark:
-            name, mark, arguments = head.partition("{")
-            arguments = mark + arguments
+            name = head.partition("{")[0]
+        arguments, blocks.end = _json(text, start + len(name) + len(mark))
         name, _, ident = name.partition("[CALL_ID]")
-        call = call_of({"name": name.strip(), "arguments": _json(arguments)[0], "id": ident.strip() or None})
-        calls.append(call)
-    return before, calls
+        calls.append(call_of({"name": name.strip(), "arguments": arguments, "id": ident.strip() or None}))
+    return blocks.before, calls
 
 
 def _deepseek_v3(text: str) -> tuple[str, list[Call]]:
-    """DeepSeek V3.1: ``NAME<｜tool▁sep｜>{…}``; V3, R1: ``function<｜tool▁sep｜>NAME``, a block."""
-    before, *blocks = text.split("<｜tool▁call▁begin｜>")
-    calls = []
-    for block in blocks:
-        name, _, rest = block.partition("<｜tool▁sep｜>")
-        if "```json" in rest:
-            name, _, rest = rest.partition("```json")
-        calls.append(call_of({"name": name.strip(), "arguments": _json(rest)[0]}))
-    return before.replace("<｜tool▁calls▁begin｜>", ""), calls
+    """DeepSeek V3.1: ``NAME<｜tool▁sep｜>{…}``; V3, R1: ``function<｜tool▁sep｜>NAME``, a block. In JSON the
+    marks are text.
+    """
+    blocks, calls = _Blocks(text, "<｜tool▁call▁begin｜>"), []
+    for start, stop in blocks:
+        name, mark, rest = text[start:stop].partition("<｜tool▁sep｜>")
+        start += len(name) + len(mark)
+        if rest and not rest.lstrip().startswith("{"):
+            name, mark, _ = rest.partition("```json")
+            start += len(name) + len(mark)
+        arguments, blocks.end = _json(text, start)
+        calls.append(call_of({"name": name.strip(), "arguments": arguments}))
+    return blocks.before.replace("<｜tool▁calls▁begin｜>", ""), calls
 
 
 def _pythonic(text: str) -> tuple[str, list[Call]]:
     """LFM2, Llama 4, Olmo 3: a Python list of calls, whose arguments are named literals."""
-    before, mark, rest = text.partition("<|tool_call_start|>")
-    code = (rest.partition("<|tool_call_end|>")[0] if mark else text).strip()
+    mark = next((mark for mark in _PYTHON_MARKS if mark in text), "")
+    before, _, rest = text.partition(mark) if mark else ("", "", text)
+    code = (rest.partition(_PYTHON_MARKS[mark])[0] if mark else text).strip()
     if not mark and not _PYTHON_CALL.match(code):
         return text, []
     try:
@@ -349,6 +392,6 @@ CALL_MARKS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     "llama3_json": ("<|python_tag|>",),
-    "pythonic": ("<|tool_call_start|>",),
+    "pythonic": tuple(_PYTHON_MARKS),
 }
 BARE: Mapping[str, str] = {"llama3_json": "{", "pythonic": "["}
