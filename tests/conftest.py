@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Callable, Generator, Iterator
 from copy import copy, deepcopy
 from functools import cache, partial
@@ -265,6 +266,23 @@ def run_contents(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, 
         return found
 
     return contents
+
+
+@pytest.fixture(scope="session")
+def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The files of a distribution, such as ``trl==1.16.0``. Without a download the test is skipped."""
+
+    def unpacked(distribution: str) -> Path:
+        folder = tmp_path_factory.mktemp("wheel")
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        done = subprocess.run([*pip, distribution], capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            pytest.skip(f"{distribution} cannot be downloaded: {done.stderr.strip()[-200:]}")
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+            wheel.extractall(folder)
+        return folder
+
+    return unpacked
 
 
 class WarmProcess:

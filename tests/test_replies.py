@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -279,16 +276,10 @@ def corpus(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_completions_of_other_projects_are_read_as_expected(tmp_path):
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), CORPUS]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        pytest.skip(f"{CORPUS} cannot be downloaded: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(tmp_path)
+def test_completions_of_other_projects_are_read_as_expected(unpacked_wheel):
     ends = re.compile(r"<\|(im_end|endoftext|eot_id|eom_id|eot|eom)\|>$|</s>$|<｜end▁of▁sentence｜>$")
     wrong, count = set[str](), 0
-    for dialect, entry in corpus(tmp_path):
+    for dialect, entry in corpus(unpacked_wheel(CORPUS)):
         if "expected" not in entry or "DSML" in entry["raw_output"]:  # cut; or V3.2's dialect
             continue
         opened, text = open_thought(entry.get("generation_prompt") or ""), ends.sub("", entry["raw_output"])

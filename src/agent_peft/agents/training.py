@@ -55,8 +55,9 @@ def report_facts(algorithm: str) -> Any:
 
 
 def _length(algorithm: str, tokens: int) -> dict[str, int]:
-    """The key of an algorithm that divides by the length of the longest reply."""
-    return {"constant_length": tokens} if algorithm == "dr_grpo" else {}
+    """The key without a default of an algorithm that divides by a constant length, such as dr_grpo."""
+    key = ALGORITHMS[algorithm].model_fields.get("constant_length")
+    return {} if key is None or not key.is_required() else {"constant_length": tokens}
 
 
 def config_from(

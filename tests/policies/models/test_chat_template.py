@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,16 +127,9 @@ TRL = "trl==1.16.0"
 
 
 @pytest.fixture(scope="module")
-def trl_templates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def trl_templates(unpacked_wheel: Callable[[str], Path]) -> list[Path]:
     """All in TRL's wheel, its patches for training included."""
-    folder = tmp_path_factory.mktemp("trl")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), TRL]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        pytest.skip(f"{TRL} cannot be downloaded: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(folder)
-    return sorted(folder.glob("trl/chat_templates/*.jinja"))
+    return sorted(unpacked_wheel(TRL).glob("trl/chat_templates/*.jinja"))
 
 
 @pytest.mark.slow

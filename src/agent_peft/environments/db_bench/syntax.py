@@ -100,9 +100,9 @@ def in_order_of(column: str, sql: str) -> str | None:
 
 
 def with_ties_broken(sql: str, headers: Sequence[str], width: int, descending: bool) -> str | None:
-    """The statement with further sort keys after its own wherever it sorts: the output columns of a query,
-    ``width`` of the whole one, the table's columns of a change. None where it sorts nowhere, or cannot be
-    read.
+    """The statement with further sort keys after its own wherever it sorts: the output columns of a query
+    (``width`` of them in the outermost one), the table's columns of a change. None where it sorts nowhere, or
+    cannot be read.
 
     >>> with_ties_broken("SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2 LIMIT 1", ["a"], 2, descending=True)
     'SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2, 1 DESC, 2 DESC LIMIT 1'

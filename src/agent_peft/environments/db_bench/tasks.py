@@ -26,7 +26,7 @@ from agent_peft.environments.task_files.reading import list_of, object_of, read_
 from agent_peft.types import AgentPeftError, Task
 
 CHANGES = ("INSERT", "UPDATE", "DELETE")
-# no query: WITH … INSERT INTO t (a) SELECT …
+# WITH … INSERT INTO t (a) SELECT … is not a query
 _QUERY = re.compile(r"\s*(select|values|with\b(?![^;]*\binto\b)[^;]*\)\s*select)\b", re.IGNORECASE)
 _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\)[A-Za-z0-9_ ]*)?")  # VARCHAR(255) NOT NULL
 
