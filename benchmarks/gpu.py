@@ -44,6 +44,7 @@ from training import Point, operations
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from agent_peft.batch import collate
+from agent_peft.configuration.memory import MemoryModel, stage_memory
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
@@ -53,7 +54,6 @@ from agent_peft.policies.engine.kv_cache import ROWS
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.bundled import cached
 from agent_peft.policies.models.shape import ModelShape, measure_shape
 from agent_peft.policies.models.tokenizer import character_tokenizer

@@ -22,6 +22,7 @@ from measuring import command_line, show, table, tiny_model, write
 from torch.optim import Optimizer
 
 from agent_peft.batch import Batch, collate
+from agent_peft.configuration.memory import MemoryModel, evaluation_memory, stage_memory
 from agent_peft.hardware import process_memory, take_peak
 from agent_peft.heap import restart_with_tight_heap
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
@@ -29,7 +30,6 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.weights import suits
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.memory import MemoryModel, evaluation_memory, stage_memory
 from agent_peft.policies.models.shape import shape_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig

@@ -7,7 +7,7 @@ import torch
 
 from agent_peft.configuration.explain import step_bytes, trajectories_in_words
 from agent_peft.configuration.load import load_config
-from agent_peft.policies.memory import in_words
+from agent_peft.configuration.memory import in_words
 from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.training.step_metrics import TokenValues
 from agent_peft.types import Group, Message, Task, Trajectory, Turn

@@ -16,6 +16,7 @@ from rich.text import Text
 from agent_peft.configuration.keys import Key, description_of
 from agent_peft.configuration.load import Provenance
 from agent_peft.configuration.machine import machine, needs
+from agent_peft.configuration.memory import StageMemory, in_words
 from agent_peft.configuration.planning import Target, memory, peak_of, room_in_words
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
@@ -24,7 +25,6 @@ from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.forward.products import choose_library
-from agent_peft.policies.memory import StageMemory, in_words
 from agent_peft.policies.native import template_at_hand
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from agent_peft.configuration.memory import in_words
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.hardware import choose_threads, has_bf16, total_memory
@@ -23,7 +24,6 @@ from agent_peft.lookup import install
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.engine.base import VllmEngineConfig
 from agent_peft.policies.engine.vllm import planned
-from agent_peft.policies.memory import in_words
 from agent_peft.policies.models.bundled import BUNDLED, cached
 from agent_peft.sandbox.build import describe_sandbox
 from agent_peft.version import __version__

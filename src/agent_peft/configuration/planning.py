@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 
+from agent_peft.configuration.memory import (
+    MemoryModel,
+    StageMemory,
+    evaluation_memory,
+    in_words,
+    stage_memory,
+)
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.hardware import Memory, choose_device, process_memory, total_memory
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine.fused_linear import pays_off
-from agent_peft.policies.memory import MemoryModel, StageMemory, evaluation_memory, in_words, stage_memory
 from agent_peft.policies.models.shape import shape_of
 from agent_peft.policies.precision import choose_precision
 from agent_peft.types import AgentPeftError

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from agent_peft.policies.engine.base import AnyEngine, EngineConfig
 from agent_peft.policies.forward.attention import TILE
 from agent_peft.policies.forward.language_model import CHUNK
 from agent_peft.policies.models.shape import LinearShape, ModelShape
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.rollout.evaluation import EvaluationConfig
+from agent_peft.training.stage import StageConfig
 
 FP32 = 4  # bytes per number of the adapter, its gradient and moments, and of logits
 
@@ -166,40 +167,8 @@ class StageMemory:
         return always + max(phases)
 
 
-class StageSizes(Protocol):
-    """What the memory of a stage depends on; ``StageConfig`` has it."""
-
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def samples(self) -> bool: ...
-    @property
-    def episodes_per_step(self) -> int: ...
-    @property
-    def microbatch_tokens(self) -> int: ...
-    @property
-    def copies_reference(self) -> bool: ...
-    @property
-    def algorithm(self) -> Any: ...
-    @property
-    def has_teacher(self) -> bool: ...
-    @property
-    def lag(self) -> int: ...
-
-
-class EvaluationSizes(Protocol):
-    """What the memory of an evaluation depends on; ``EvaluationConfig`` has it."""
-
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def num_tasks(self) -> int | None: ...
-    @property
-    def attempts(self) -> int: ...
-
-
 def stage_memory(
-    model: MemoryModel, stage: StageSizes, engine: AnyEngine, teacher: ModelShape | None = None
+    model: MemoryModel, stage: StageConfig, engine: AnyEngine, teacher: ModelShape | None = None
 ) -> StageMemory:
     """The memory of a stage. Its phases follow one another, so its peak is that of the larger one. With a
     lag, it samples while it trains.
@@ -219,7 +188,7 @@ def stage_memory(
     )
 
 
-def evaluation_memory(model: MemoryModel, evaluation: EvaluationSizes, engine: AnyEngine) -> StageMemory:
+def evaluation_memory(model: MemoryModel, evaluation: EvaluationConfig, engine: AnyEngine) -> StageMemory:
     """The memory of an evaluation. It may have more rows than a step, whose episodes bound its rows."""
     episodes = engine.rows if evaluation.num_tasks is None else evaluation.num_tasks * evaluation.attempts
     return StageMemory(
@@ -257,7 +226,7 @@ def _loading(model: MemoryModel) -> Iterator[MemoryPart]:
         yield MemoryPart("weights as stored", size, source)
 
 
-def _reference(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:
+def _reference(model: MemoryModel, stage: StageConfig) -> Iterator[MemoryPart]:
     """A frozen copy of the trained parameters. The base model needs none: it is the policy with its adapter
     off.
     """
@@ -306,7 +275,7 @@ def _sampling(
     yield MemoryPart("distributions", rows * distribution, f"{rows} rows × {distribution:,} bytes")
 
 
-def _training(model: MemoryModel, stage: StageSizes, teacher: ModelShape) -> Iterator[MemoryPart]:
+def _training(model: MemoryModel, stage: StageConfig, teacher: ModelShape) -> Iterator[MemoryPart]:
     longest = stage.sampling.max_tokens
     positions = min(max(stage.microbatch_tokens, longest), stage.episodes_per_step * longest)
     saved = model.saved_bytes(positions, longest)

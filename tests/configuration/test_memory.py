@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from agent_peft.algorithms.distillation import divergence
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration.load import read_config
+from agent_peft.configuration.memory import MemoryModel, stage_memory
 from agent_peft.configuration.planning import memory
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
@@ -33,7 +34,6 @@ from agent_peft.policies.engine.base import EngineConfig, ServerEngineConfig
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.layers import fuse_activations
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.shape import measure_shape, shape_of
 from agent_peft.policies.policy import Policy, Teaching
 from agent_peft.policies.sampling import SamplingConfig
