@@ -11,7 +11,8 @@ from agent_peft.lookup import nearest
 from agent_peft.policies.engine.base import Conversation, EngineStatistics
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.sampling import SamplingConfig, StopMatcher
+from agent_peft.policies.reply_text import decoded
+from agent_peft.policies.sampling import SamplingConfig, end_of
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.seeding import derive
@@ -34,11 +35,7 @@ class Person:
         ask: Callable[[], str | None],
         warn: Callable[[str], None],
     ) -> None:
-        self._chat, self.show, self.ask, self.warn = chat, show, ask, warn
-
-    @property
-    def chat(self) -> ChatTokenizer:
-        return self._chat
+        self.chat, self.show, self.ask, self.warn = chat, show, ask, warn
 
     def generate(
         self,
@@ -52,7 +49,7 @@ class Person:
             news, length = conversation.prompt, 0
             while news is not None:
                 length, read = length + len(news), read + len(news)
-                self.show(self._text(news))
+                self.show(decoded(self.chat, news))
                 action = self._action(sampling, sampling.max_tokens - length)
                 length, drawn = length + len(action), drawn + len(action)
                 zeros = (0.0,) * len(action)
@@ -75,24 +72,15 @@ class Person:
             if text is None:
                 raise AgentPeftError("the input ended before the episode did; it counts for nothing")
             try:
-                tokens = self._chat.action_tokens(text)
+                tokens = self.chat.action_tokens(text)
                 break
             except AgentPeftError as error:  # such as a character that the policy does not have
                 self.warn(f"{error}; write something else")
-        matcher = StopMatcher([stop.encode() for stop in sampling.stop], self._chat.token_bytes)
         most = min(sampling.max_new_tokens, room)
-        ends = self._chat.end_of_turn
-        end = next((i for i, token in enumerate(tokens) if matcher.push(token) or token in ends), None)
-        if len(tokens) > most and (end is None or end >= most):
+        end = end_of(tokens, sampling.stop, self.chat.token_bytes, self.chat.end_of_turn)
+        if len(tokens) > most and (end is None or end > most):
             self.warn(f"the reply has {len(tokens)} tokens, and is cut after {most}, as the policy's is")
-        return tuple(tokens[: most if end is None else min(most, end + 1)])
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        text = self._chat.tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return tuple(tokens[: most if end is None else min(most, end)])
 
 
 def play(

@@ -21,6 +21,13 @@ def reply_text(chat: ChatTokenizer, tokens: Sequence[int], stops: Sequence[str])
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
+def decoded(chat: ChatTokenizer, tokens: Sequence[int]) -> str:
+    """The text of all tokens, control tokens included."""
+    text = chat.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
 class TextStream:
     """The parts of a reply's text, each as soon as it is certain: whole characters, and nothing that may be
     the beginning of a stop string. Together they are ``reply_text``.
@@ -42,8 +49,8 @@ class TextStream:
         self._tokens.append(token)
         if self._stopped or token in self._hidden:
             return ""
-        before = self._decode(self._tokens[self._begin : self._read])
-        now = self._decode(self._tokens[self._begin :])
+        before = decoded(self._chat, self._tokens[self._begin : self._read])
+        now = decoded(self._chat, self._tokens[self._begin :])
         if len(now) <= len(before) or now.endswith(UNFINISHED):
             return ""
         new, place = now[len(before) :], 0
@@ -68,13 +75,6 @@ class TextStream:
         whole = reply_text(self._chat, self._tokens, self._stops)
         rest, self.sent = whole[len(self.sent) :], whole
         return rest
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._chat.tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
 
 
 def marked_text(chat: ChatTokenizer, tokens: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ and the strings that end an action.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -165,3 +165,13 @@ class StopMatcher:
             self.matched = any(stop in text for stop in self._stop)
             self._tail = text[-self._keep :] if self._keep else b""
         return self.matched
+
+
+def end_of(
+    action: Sequence[int], stops: Iterable[str], token_bytes: Callable[[int], bytes], ends: Container[int]
+) -> int | None:
+    """The number of tokens up to the one that ends an action: one of ``ends``, or the last of a stop string.
+    None where only a limit ends it.
+    """
+    matcher = StopMatcher([text.encode() for text in stops], token_bytes)
+    return next((n for n, token in enumerate(action, 1) if matcher.push(token) or token in ends), None)

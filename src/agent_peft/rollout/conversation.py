@@ -12,11 +12,11 @@ from agent_peft.environments.base import Demonstrated, Environment, Episode, Mis
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of, tools_of
 from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, action_of, read_call
 from agent_peft.policies.engine.base import NewRow
-from agent_peft.policies.sampling import StopMatcher
+from agent_peft.policies.engine.daemon_threads import EnvironmentTimeout, within
+from agent_peft.policies.sampling import end_of
 from agent_peft.printable import printable
 from agent_peft.replies import UNCLOSED_THOUGHT, Call
 from agent_peft.rollout.replays import ReplayWindow
-from agent_peft.rollout.time_limit import EnvironmentTimeout, within
 from agent_peft.seeding import derive
 from agent_peft.types import (
     AgentPeftError,
@@ -89,7 +89,7 @@ class EpisodeConversation:
     ) -> None:
         self.seconds, self.max_thinking_tokens = seconds, max_thinking_tokens
         self.environment, self.task, self.chat, self.defects = environment, task, chat, defects
-        self.stop, self.max_tokens = [text.encode() for text in stop], max_tokens
+        self.stop, self.max_tokens = stop, max_tokens
         self.on_end, self.replays = on_end, replays
         self.seed = 0
         self.turns: list[Turn] = []
@@ -173,7 +173,7 @@ class EpisodeConversation:
                 no further action is possible.
             reply: of a demonstration; by default that of the tokens.
         """
-        cut = self._is_cut(action)
+        cut = end_of(action, self.stop, self.chat.token_bytes, self.chat.end_of_turn) is None
         new_row = isinstance(self._observation, NewRow)
         read = tuple(self._observation), tuple(action), tuple(logprobs)
         self.turns.append(Turn(*read, cut=cut, mistake=mistake, new_row=new_row))
@@ -260,11 +260,6 @@ class EpisodeConversation:
             raise
         except BaseException as error:
             self.defect(error)
-
-    def _is_cut(self, action: Sequence[int]) -> bool:
-        """Whether a limit, and not the policy, ended an action."""
-        matcher = StopMatcher(self.stop, self.chat.token_bytes)
-        return not any(matcher.push(token) or token in self.chat.end_of_turn for token in action)
 
     def _open(self) -> list[Message]:
         self._episode = episode = open_episode(self.environment, self.task, derive(self.seed, "environment"))

@@ -27,7 +27,7 @@ from agent_peft.agents.serving.reading import Parts, ReplyReader
 from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
 from agent_peft.policies.engine.service import Constraint, Service
 from agent_peft.policies.reply_text import TextStream
-from agent_peft.policies.sampling import SamplingConfig, StopMatcher
+from agent_peft.policies.sampling import SamplingConfig, end_of
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import InfrastructureError, ToolCall
 
@@ -62,7 +62,7 @@ class Draw:
         self.alternatives, self.streamed, self._on_change = alternatives, streamed, on_change
         self.constraint: Constraint | None = None
         if prompt.grammar is not None:
-            self.constraint = prompt.grammar.follow(prompt.tokens)
+            self.constraint = prompt.grammar(prompt.tokens)
         self.cancelled = self.ended = False
         self.error: BaseException | None = None
         self.drawn: list[Drawn] = []
@@ -99,11 +99,6 @@ class Draw:
         if not self.ended:
             self.ended = True
             self._on_change(self)
-
-    def is_cut(self, chat: ChatTokenizer) -> bool:
-        """Whether a limit, and not the policy or a stop string, has ended the reply."""
-        matcher = StopMatcher([text.encode() for text in self.sampling.stop], chat.token_bytes)
-        return not any(matcher.push(token) or token in chat.end_of_turn for token in self.tokens)
 
 
 class ChoiceStream:
@@ -160,7 +155,9 @@ class ChoiceStream:
             rest = self._reader.finish()
             new = Parts(new.thought + rest.thought, new.content + rest.content, rest.calls)
         self.over = True
-        reason: FinishReason = "length" if self.draw.is_cut(self.chat) else "stop"
+        draw, chat = self.draw, self.chat
+        last = end_of(draw.tokens, draw.sampling.stop, chat.token_bytes, chat.end_of_turn)
+        reason: FinishReason = "length" if last is None else "stop"
         return new, drawn, "tool_calls" if new.calls else reason
 
     def _choice(self, new: Parts, drawn: Sequence[Drawn], reason: FinishReason | None, whole: bool) -> Choice:

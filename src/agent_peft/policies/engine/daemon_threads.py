@@ -1,11 +1,11 @@
-"""Threads for environments. One that hangs does not keep the process from ending."""
+"""Threads for environments, and a limit on their time. One that hangs does not keep the process alive."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -57,3 +57,24 @@ class DaemonThreads:
                     future.set_exception(error)
             del item, future, call
             self._idle.release()
+
+
+class EnvironmentTimeout(Exception):
+    """An environment took longer than ``engine.environment_seconds``."""
+
+
+def within(seconds: float | None, call: Callable[[], Result]) -> Result:
+    """Call, on its own thread if there is a limit. A call that takes longer is left behind.
+
+    Raises:
+        EnvironmentTimeout: it takes longer.
+    """
+    if seconds is None:
+        return call()
+    threads = DaemonThreads(1, "environment")
+    future = threads.submit(call)
+    done = wait([future], seconds).done
+    threads.shutdown(0.0)
+    if not done:
+        raise EnvironmentTimeout
+    return future.result()

@@ -18,7 +18,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 from agent_peft.addresses import is_loopback
 from agent_peft.policies.engine.base import ServerEngineConfig
-from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig, StopMatcher
+from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig, end_of
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -141,9 +141,8 @@ class ServerClient:
                 f"{self.url}: returned {len(action)} tokens with {len(logprobs)} log-probabilities, and was "
                 f"asked for {most} tokens at most"
             )
-        matcher = StopMatcher([text.encode() for text in sampling.stop], chat.token_bytes)
-        over = (i for i, token in enumerate(action, 1) if matcher.push(token) or token in chat.end_of_turn)
-        end = next(over, None)  # a server may draw some tokens after a stop string
+        # a server may draw some tokens after a stop string
+        end = end_of(action, sampling.stop, chat.token_bytes, chat.end_of_turn)
         if end is None and len(action) < most:
             raise TrustError(
                 f"{self.url}: a reply ended with token {action[-1]} after {len(action)} of {most} tokens, "
