@@ -14,8 +14,7 @@ import yaml
 
 from agent_peft.configuration.load import read_config
 from agent_peft.launch.cluster import TOKEN, ClusterConfig, parts_of, read_cluster, token_of
-from agent_peft.launch.manifests import kubernetes_manifest, skypilot_task
-from agent_peft.launch.slurm import batch_script
+from agent_peft.launch.manifests import batch_script, kubernetes_manifest, skypilot_task
 from agent_peft.types import AgentPeftError
 
 TRAIN = """

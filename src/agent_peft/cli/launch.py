@@ -42,9 +42,8 @@ def launch(
     ends is started again, and the trainer resumes.
     """
     from agent_peft.launch.cluster import LOOPBACK, parts_of, read_cluster, supervisor_of
-    from agent_peft.launch.manifests import kubernetes_manifest, skypilot_task
+    from agent_peft.launch.manifests import batch_script, kubernetes_manifest, skypilot_task
     from agent_peft.launch.ray import run_on_ray
-    from agent_peft.launch.slurm import batch_script
 
     config, run = read_cluster(cluster)
     hosted = tuple(hosts.split(",")) if hosts else (LOOPBACK,)
