@@ -84,23 +84,29 @@ def set_threads(configured: int | None, neighbours: int = 1) -> Threads:
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
     """The CPUs that the control groups (version 2 or 1) of this process may use, or None without a limit."""
     quotas = []
+    for folder, _ in _control_groups("cpu", root, own):
+        limit = (
+            _read(folder / "cpu.max")
+            or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        )
+        match limit.split():
+            case [allowed, period] if allowed.isdecimal() and period.isdecimal():  # else "max" or -1
+                quotas.append(int(allowed) / int(period))
+    return min(quotas, default=None)
+
+
+def _control_groups(controller: str, root: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's control groups and of those above, and whether they are of version 1."""
     for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base = root / "cpu" if controllers else root
+        base = root / controller if controllers else root
         group = base / path.strip("/")
         for folder in (group, *group.parents):  # a limit also holds for the groups below
             if not folder.is_relative_to(base):
                 break
-            limit = (
-                _read(folder / "cpu.max")
-                or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-            )
-            match limit.split():
-                case [allowed, period] if allowed.isdecimal() and period.isdecimal():  # else "max" or -1
-                    quotas.append(int(allowed) / int(period))
-    return min(quotas, default=None)
+            yield folder, bool(controllers)
 
 
 @dataclass(frozen=True)
@@ -123,19 +129,11 @@ def total_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = M
     if not {"MemTotal", "MemAvailable"} <= kilobytes.keys():
         return None
     total, free = (int(kilobytes[key]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
-        group = base / path.strip("/")
-        for folder in (group, *group.parents):  # a limit also holds for the groups below
-            if not folder.is_relative_to(base):
-                break
-            limit, used = (_read(folder / f"memory.{name}") for name in names)
-            if limit.isdecimal() and used.isdecimal() and int(limit) < total:
-                total, free = int(limit), min(free, max(0, int(limit) - int(used)))
+    for folder, is_first in _control_groups("memory", root, own):
+        names = ("limit_in_bytes", "usage_in_bytes") if is_first else ("max", "current")
+        limit, used = (_read(folder / f"memory.{name}") for name in names)
+        if limit.isdecimal() and used.isdecimal() and int(limit) < total:
+            total, free = int(limit), min(free, max(0, int(limit) - int(used)))
     return Memory(total, min(free, total))
 
 
