@@ -14,7 +14,6 @@ from itertools import groupby
 from pathlib import Path
 
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.environments.base import Environment
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collection
@@ -28,24 +27,12 @@ from agent_peft.types import AgentPeftError, Group, Task
 
 
 @dataclass(frozen=True)
-class Journal:
-    """The trajectories of a run, in this folder."""
-
-    folder: Path
-    tasks: Mapping[str, Task]  # by their ids
-
-    def source(
-        self, stage: StageConfig, first: int, chat: ChatTokenizer, replays: Replays
-    ) -> JournalSource | None:
-        """The source of a stage that begins with the run's step ``first``; None where it samples nothing."""
-        return JournalSource(self.folder, self.tasks, first, stage, chat, replays) if stage.samples else None
-
-
-@dataclass(frozen=True)
 class JournalSource:
     """The episodes that another run has sampled in a stage.
 
     Attributes:
+        folder: of their trajectories (``open_journal``).
+        tasks: by their ids.
         first: the run's step with which the stage begins.
     """
 
@@ -94,8 +81,8 @@ class JournalSource:
         return groups
 
 
-def open_journal(run: str, config: TrainConfig, contents: Contents, environment: Environment) -> Journal:
-    """Return the journal of a run that has learned from these tasks by this configuration."""
+def open_journal(run: str, config: TrainConfig, contents: Contents) -> Path:
+    """Return the trajectories of a run that has learned from these tasks by this configuration."""
     path = Path(run).expanduser()
     if (earlier := read_earlier(path)) is None:
         raise AgentPeftError(f"--from-journal: {path} is not a run directory; give one")
@@ -105,5 +92,4 @@ def open_journal(run: str, config: TrainConfig, contents: Contents, environment:
             f"--from-journal: {path} has learned by another configuration ({names(deciding)}), so its "
             f"episodes are those of other weights; train {path / 'config.yaml'} with another run_dir"
         )
-    tasks = {task.id: task for task in environment.tasks}
-    return Journal(path.resolve() / "trajectories", tasks)
+    return path.resolve() / "trajectories"

@@ -57,7 +57,7 @@ from agent_peft.runs.folder import (
     write_config,
 )
 from agent_peft.runs.history import History
-from agent_peft.runs.journal import Journal, open_journal
+from agent_peft.runs.journal import JournalSource, open_journal
 from agent_peft.runs.observers import (
     Observer,
     RunStart,
@@ -124,7 +124,7 @@ def train(
         if config.evaluation is not None:
             heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))
         contents = ranks.broadcast(partial(contents_of, config, environment, heldout))
-        journaled = None if journal is None else open_journal(journal, config, contents, environment)
+        journaled = None if journal is None else open_journal(journal, config, contents)
         lock = Lock(config.run_dir, stack)
         options: dict[str, Any] = {"fresh": fresh, "change": change, "begin": begin}
         opened = TypeAdapter(RunDir).validate_python(
@@ -258,7 +258,7 @@ class _Run:
     opened: RunDir
     contents: Contents
     history: History | None  # of rank 0
-    journal: Journal | None  # to learn from
+    journal: Path | None  # the trajectories of a run to learn from
 
     def go(self) -> dict[str, EvaluationReport]:
         position = self.position()
@@ -329,7 +329,10 @@ class _Run:
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
         if checkpoint is not None and first and stage.copies_reference:
             load_start(self.policy, self.checkpoints / f"step_{first:06d}", stage.name)
-        replays, chat = self.evaluations.replays, self.sampler.chat
+        replays, source = self.evaluations.replays, None
+        if self.journal is not None and stage.samples:
+            tasks = {task.id: task for task in self.environment.tasks}
+            source = JournalSource(self.journal, tasks, first, stage, self.sampler.chat, replays)
         trainer = Trainer(
             self.policy,
             self.environment,
@@ -337,7 +340,7 @@ class _Run:
             self.sampler,
             seed,
             self.ranks,
-            source=None if self.journal is None else self.journal.source(stage, first, chat, replays),
+            source=source,
             schedule_of=partial(self.schedules.of_step, first),
             replays=replays,
         )
