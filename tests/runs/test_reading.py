@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import agent_peft as ap
+from agent_peft.rollout import pairs
 from agent_peft.rollout.statistics import summarize
 from agent_peft.runs import reading
 from agent_peft.runs.evaluations import write_evaluation
@@ -77,11 +78,12 @@ def test_everything_is_there(run):
 def test_episodes_are_read_when_they_are_asked_for(run, monkeypatch):
     opened = []
     read = reading.read_bytes
-    monkeypatch.setattr(
-        reading,
-        "read_bytes",
-        lambda path, *rest, **more: opened.append(path.name) or read(path, *rest, **more),
-    )
+    for module in (reading, pairs):
+        monkeypatch.setattr(
+            module,
+            "read_bytes",
+            lambda path, *rest, **more: opened.append(path.name) or read(path, *rest, **more),
+        )
     record = load_run(run)
     first, second = record.trajectories.of_step(10)[:2]
     assert opened == ["step_000010.jsonl"]

@@ -304,17 +304,14 @@ class _Arrays:
 
     @cached_property
     def _content(self) -> dict[str, NDArray[Any]]:
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
+        from agent_peft.rollout.pairs import read_arrays
 
-        content = read_bytes(self.path, "the arrays of the trajectories", MAX_JSONL_BYTES, unlinked=2)
         try:
-            arrays: dict[str, NDArray[Any]] = load(content)
-        except SafetensorError as error:
+            return read_arrays(self.path)
+        except ValueError as error:
             raise AgentPeftError(
                 f"{self.path}: is damaged ({error}); the lines next to it are whole"
             ) from error
-        return arrays
 
     def row(self, name: str, row: int) -> NDArray[Any]:
         try:

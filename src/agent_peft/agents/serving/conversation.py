@@ -72,13 +72,6 @@ class Wire(Config):
         return {key: value for key, value in content.items() if key not in cls.NOT_READ}
 
 
-class CacheControl(Wire):
-    """A hint in the words of the API of Anthropic."""
-
-    type: NotRead[Text] = None
-    ttl: NotRead[Text] = None
-
-
 class Function(Wire):
     """A function that the policy may call. ``parameters`` is its JSON schema."""
 
@@ -92,7 +85,7 @@ class Function(Wire):
 class Tool(Wire):
     type: Literal["function"]
     function: Function
-    cache_control: CacheControl | None = Field(default=None, exclude=True, description="not read")
+    NOT_READ: ClassVar = frozenset({"cache_control"})
 
 
 class CalledFunction(Wire):
@@ -112,7 +105,7 @@ class Call(Wire):
 class TextPart(Wire):
     type: Literal["text"]
     text: Text
-    cache_control: NotRead[CacheControl] = None
+    NOT_READ: ClassVar = frozenset({"cache_control"})
 
 
 class ChatMessage(Wire):
