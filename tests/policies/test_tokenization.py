@@ -357,7 +357,7 @@ def test_a_blank_before_the_end_token_belongs_to_the_turn():
     }
     assert c.tokenizer.decode(c.following("y", [5])) == " <|endoftext|>[INST] y [/INST]"
     assert c.tokenizer.decode(c.following("y", c.action_tokens("x"))) == "[INST] y [/INST]"
-    assert c.append_only and c.opening(
+    assert c.rewriting is None and c.opening(
         [Message("user", "a"), Message("assistant", "x"), Message("user", "y")]
     ) == [
         *c.opening([Message("user", "a")]),
@@ -372,7 +372,7 @@ def test_a_blank_before_the_end_token_belongs_to_the_turn():
 def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(template, why, caplog):
     c = ChatTokenizer(byte_level(template))
     opening = c.opening([Message("user", "hi")])
-    assert not c.append_only and not caplog.messages, "episodes of one turn lose nothing"
+    assert c.rewriting and not caplog.messages, "episodes of one turn lose nothing"
     action = c.action_tokens("<think>so</think>yes")
     for _ in range(2):
         assert "ok" in c.tokenizer.decode(c.following("ok", action))
@@ -385,7 +385,7 @@ def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(temp
 
 @pytest.mark.parametrize("name", APPEND_ONLY)
 def test_templates_that_only_append_say_so(name):
-    assert chat(name).append_only
+    assert chat(name).rewriting is None
 
 
 LLAMA3 = """{{- bos_token }}
@@ -486,7 +486,7 @@ def test_no_template_means_the_plain_one():
         c.tokenizer.decode(action + c.following("continue", action))
         == "yes<|im_end|>\n\nUser:\ncontinue\n\nAssistant:\n"
     )
-    assert c.append_only
+    assert c.rewriting is None
 
 
 def test_bos_is_written_where_the_tokenizer_writes_it():
@@ -577,7 +577,7 @@ def test_the_real_smollm2(smollm2):
         Message("assistant", "It is 3."),
         Message("user", "Thanks."),
     ]
-    assert c.append_only and c.end_of_turn == {2} and c.tokenizer.chat_template == SMOLLM2
+    assert c.rewriting is None and c.end_of_turn == {2} and c.tokenizer.chat_template == SMOLLM2
     action = c.action_tokens("It is 3.")
     tokens = c.opening(messages[:1]) + action + c.following("Thanks.", action)
     assert tokens == c.opening(messages)

@@ -115,16 +115,6 @@ def test_a_bar_on_a_terminal():
     assert "checkpoint\n" in shown
 
 
-def test_no_step_without_a_stage():
-    with Progress(Console(file=io.StringIO())) as progress:
-        with pytest.raises(RuntimeError, match="start a stage"):
-            progress.advance({}, 1.0)
-        progress.start_stage("sft", total=1)
-        progress.advance({}, 1.0)
-        with pytest.raises(RuntimeError, match="all 1 steps of stage 'sft' are done"):
-            progress.advance({}, 1.0)
-
-
 def test_a_step_without_a_reward_learned_from_demonstrations():
     trajectory = Trajectory(Task("t"), (Turn((1, 2), (3,), (0.0,)),), rewards=(1.0,))
     stage = StageConfig.model_validate({"algorithm": {"kind": "sft"}, "steps": 2})

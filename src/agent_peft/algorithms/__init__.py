@@ -20,7 +20,7 @@ from agent_peft.algorithms.advantages import (
     mean_normalized,
     plain_return,
 )
-from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Critic, Metrics, averages, weighted
+from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Metrics, averages, weighted
 from agent_peft.algorithms.distillation import DistillConfig
 from agent_peft.algorithms.parts import PolicyGradientConfig
 from agent_peft.algorithms.policy_gradient import PolicyGradient
@@ -155,7 +155,6 @@ __all__ = [
     "AlgorithmConfig",
     "AnyAlgorithm",
     "CispoConfig",
-    "Critic",
     "DapoConfig",
     "DistillConfig",
     "DpoConfig",

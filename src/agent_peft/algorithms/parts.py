@@ -34,7 +34,6 @@ from agent_peft.algorithms.surrogates import (
     WEIGHTINGS,
     Surrogate,
     SurrogateName,
-    Weighting,
     WeightingName,
     band,
     clipped,
@@ -195,12 +194,14 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     def algorithm(self, kind: str, paper: str = "") -> PolicyGradient:
         """The algorithm, by its name in messages, and from the papers of its parts where it has none."""
-        momentum = self.baseline_momentum
+        momentum, weighting = self.baseline_momentum, constant_length(self.constant_length or 1)
+        if self.weighting != "constant_length":
+            weighting = WEIGHTINGS[self.weighting]
         return PolicyGradient(
             kind,
             ADVANTAGE[self.advantage][0],
             SURROGATE[self.surrogate][0](self.clip_low or 0.0, self.clip_high or 0.0, self.dual_clip),
-            self._weighting(),
+            weighting,
             baseline=None if momentum is None else MovingAverageBaseline(momentum),
             normalizes=self.baseline == "batch_normalized",
             kl_coef=self.kl_coef,
@@ -213,11 +214,6 @@ class PolicyGradientConfig(AlgorithmConfig):
             formula=self.formula,
             paper=paper or self.papers,
         )
-
-    def _weighting(self) -> Weighting:
-        if self.weighting == "constant_length":
-            return constant_length(self.constant_length or 1)
-        return WEIGHTINGS[self.weighting]
 
     @model_validator(mode="before")
     @classmethod

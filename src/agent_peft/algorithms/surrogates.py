@@ -135,13 +135,6 @@ def k1(logprobs: Tensor, other: Tensor) -> Tensor:
     return logprobs - other
 
 
-def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """(log r)² / 2: biased as a value, but its gradient, (log π - log other) ∇log π, is unbiased for that
-    of KL(π ‖ other).
-    """
-    return (other - logprobs).square() / 2
-
-
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """r - 1 - log r with r = other / π: unbiased for KL(π ‖ other) and never negative. A metric, not a loss.
 
@@ -156,8 +149,8 @@ def reverse_kl(logprobs: Tensor, sampled: Tensor, reference: Tensor) -> Tensor:
     """ρ k3 with ρ = π / π_sampled: unbiased for KL(π ‖ reference) in value *and* in gradient, also when π has
     moved since the rollout.
 
-    ∇(ρ k3) = ρ (k3 + 1 - r) ∇log π = ρ (-log r) ∇log π, which is k2's gradient times ρ. So k2 and k3
-    train the same, and the configuration offers no choice between them.
+    ∇(ρ k3) = ρ (k3 + 1 - r) ∇log π = ρ (-log r) ∇log π, the gradient of k2 = (log r)² / 2, times ρ. So k2
+    and k3 train the same, and the configuration offers no choice between them.
     """
     return (logprobs - sampled).exp() * k3(logprobs, reference)
 

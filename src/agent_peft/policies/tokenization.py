@@ -15,7 +15,7 @@ trims.
 
 Some templates are not append-only: in a longer conversation they rewrite earlier turns (Qwen3 drops the
 thoughts of earlier assistant turns; Mistral moves the system message to the last user message).
-``append_only`` is then False. An episode follows the template: a rewritten history is another prompt
+``rewriting`` then states how. An episode follows the template: a rewritten history is another prompt
 (`NativeFormat.next_prompt`). Where it cannot, or should not (``thoughts: keep``), ``following`` keeps earlier
 turns as they were sampled, and logs a warning the first time.
 
@@ -116,11 +116,6 @@ class ChatTokenizer:
                 "space?)",
                 stacklevel=2,
             )
-
-    @property
-    def append_only(self) -> bool:
-        """Whether one more turn leaves the earlier turns of the template's text unchanged."""
-        return self.rewriting is None
 
     @property
     def follows_template(self) -> bool:

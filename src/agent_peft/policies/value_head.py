@@ -25,7 +25,7 @@ class ValueHead(nn.Module):
     have a few huge coordinates. Normalised, one learning rate suits all models, and the component that all
     states share (half of their length in SmolLM2) serves as the bias. All of it is computed in fp32.
 
-    Args:
+    Attributes:
         detach_states: the value loss trains the head only, and not the model under it.
 
     >>> head = ValueHead(4)
@@ -33,10 +33,10 @@ class ValueHead(nn.Module):
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
 
-    def __init__(self, size: int, detach_states: bool = False) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
-        self.detach_states = detach_states
+        self.detach_states = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values (...) of last hidden states (..., H)."""

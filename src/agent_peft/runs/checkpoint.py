@@ -110,8 +110,6 @@ def save_checkpoint(
         keep: never remove this checkpoint.
         best: called when the checkpoint is written; returns the name of one that stays.
     """
-    if keep_last < 1:
-        raise ValueError("at least the newest checkpoint is kept")
     target = root / f"step_{step:06d}"
     aside = root / f"{_ASIDE}{target.name}"
     try:

@@ -50,22 +50,7 @@ def build_source(
             fewest=facts.minibatches,
         )
         return rollouts if facts.on_policy else Successes(rollouts)
+    replayed = (environment, order, chat, rewards, seed, ranks)
     if facts.preferences is not None:
-        return Pairs(
-            environment=environment,
-            order=order,
-            chat=chat,
-            rewards=rewards,
-            seed=seed,
-            ranks=ranks,
-            form=facts.preferences,
-        )
-    return Demonstrations(
-        environment=environment,
-        order=order,
-        chat=chat,
-        rewards=rewards,
-        seed=seed,
-        ranks=ranks,
-        check=DemonstrationCheck(chat, stage.sampling, warns=ranks.is_main),
-    )
+        return Pairs(*replayed, form=facts.preferences)
+    return Demonstrations(*replayed, check=DemonstrationCheck(chat, stage.sampling, warns=ranks.is_main))

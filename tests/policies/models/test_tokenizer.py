@@ -13,7 +13,7 @@ def test_character_tokenizer(tmp_path):
     c = ChatTokenizer(tokenizer)
     opening = c.opening([Message("user", "12+é="), Message("user", "\n<")])
     assert opening == [1, *tokenizer.convert_tokens_to_ids(list("12+é=\n<"))]
-    assert c.end_of_turn == {2} and c.append_only
+    assert c.end_of_turn == {2} and c.rewriting is None
     assert c.action_tokens("46") == [7, 9, 2] and c.decode_action([7, 9, 2]) == "46"
     assert c.following("0", [7, 9, 2]) == [3] and c.following("0", [7, 9]) == [2, 3]
     assert c.following("<>", []) == [2, *tokenizer.convert_tokens_to_ids(["<", ">"])]
