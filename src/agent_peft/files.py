@@ -11,9 +11,10 @@ import codecs
 import errno
 import fcntl
 import json
+import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,19 @@ def parse_json(text: str | bytes) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError("a text holds half of a character, a lone surrogate") from error
     return content
+
+
+def finite(value: Any, instead: Callable[[float], Any]) -> Any:
+    """JSON values, with ``instead`` of each number that is not finite, which JSON lacks.
+
+    >>> finite({"a": [1.5, math.inf]}, instead=str)
+    {'a': [1.5, 'inf']}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else instead(value)
+    if isinstance(value, Mapping):
+        return {str(name): finite(one, instead) for name, one in value.items()}
+    return [finite(one, instead) for one in value] if isinstance(value, list | tuple) else value
 
 
 def write_atomic(path: Path, content: str | bytes, unlinked: int = 1) -> None:

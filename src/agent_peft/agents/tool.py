@@ -8,7 +8,6 @@ training never overwrites another one.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -27,7 +26,8 @@ from agent_peft.agents.keys import (
     refuse,
     schema,
 )
-from agent_peft.lookup import install
+from agent_peft.files import finite
+from agent_peft.lookup import install, needed
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 from agent_peft.version import __version__
 
@@ -265,30 +265,20 @@ def _failure(action: Any, message: str) -> dict[str, Any]:
 
 def _written(result: dict[str, Any]) -> str:
     """JSON as any parser reads it, without characters that would move a terminal's cursor."""
-    text = json.dumps(_finite(result), indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(finite(result, str), indent=2, ensure_ascii=False, default=str)
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def serve(root: Path) -> None:
     """Serve the tool over the Model Context Protocol, on standard input and output, until the client leaves.
     Relative paths begin in ``root``. Whatever a training prints is written to standard error.
     """
-    try:
+    with needed(
+        "agent-peft mcp needs the SDK of the Model Context Protocol, which is not installed; "
+        + install("agents")
+    ):
         import anyio
         from mcp.server.stdio import stdio_server
-    except ImportError as error:
-        raise AgentPeftError(
-            "agent-peft mcp needs the SDK of the Model Context Protocol, which is not installed; "
-            + install("agents")
-        ) from error
     if not root.is_dir():
         raise AgentPeftError(f"{root}: there is no such folder (seen from {Path.cwd()}); name another")
 

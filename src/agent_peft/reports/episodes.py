@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 from numpy.typing import NDArray
 
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes
-from agent_peft.reports.words import Words
 from agent_peft.runs.reading import RunRecord, read_lines
 from agent_peft.types import AgentPeftError, Message
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 T = TypeVar("T")
 _SHOWN = (
@@ -104,21 +106,21 @@ def _facts(line: Mapping[str, Any]) -> Facts:
     )
 
 
-def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
+def chunk(file: EpisodeFile, chat: ChatTokenizer | None) -> dict[str, Any]:
     """The episodes of a file, whole, as JSON values.
 
     Returns:
         ``words``: id and text of each token that occurs, and ``episodes``. An episode's ``tokens`` are places
         in ``words``; ``runs`` are the lengths of what was read, written, read, …; ``sampler`` and ``trainer``
         the log-probabilities of what was written; ``advantages`` pairs of a value and how many
-        written tokens in a row have it. Without ``words`` there are no tokens.
+        written tokens in a row have it. Without ``chat`` there are no tokens.
     """
 
     def read() -> dict[str, Any]:
         lines = read_lines(file.path)
-        arrays, fault = _arrays(file.path) if words is not None else ({}, None)
+        arrays, fault = _arrays(file.path) if chat is not None else ({}, None)
         ids, places = numpy.unique(arrays.get("tokens", numpy.zeros(0, numpy.int32)), return_inverse=True)
-        spelled = [] if words is None else [[int(token), words.of(int(token))] for token in ids]
+        spelled = [] if chat is None else [[int(token), _text_of(chat, int(token))] for token in ids]
         return {
             "words": spelled,
             "fault": fault,
@@ -128,6 +130,15 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
         }
 
     return _told(file.path, read)
+
+
+def _text_of(chat: ChatTokenizer, token: int) -> str | list[int]:
+    """The text of a token; its bytes, which a reader joins with their neighbours, where those are no text."""
+    content = chat.token_bytes(token)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return list(content)
 
 
 def _line(line: Mapping[str, Any]) -> dict[str, Any]:

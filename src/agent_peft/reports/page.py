@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
+import logging
 import re
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
@@ -18,13 +18,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent_peft.files import check_tree, read_bytes, write_atomic
+from agent_peft.files import check_tree, finite, read_bytes, write_atomic
 from agent_peft.reports.content import PageContent, read_content
 from agent_peft.reports.episodes import chunk
-from agent_peft.reports.words import Words, model_words
 from agent_peft.types import AgentPeftError
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_INSIDE = 12 << 20  # bytes of episodes in the page; where there are more, all are in files next to it
 SCRIPTS = (  # in their order: the last one starts the page
@@ -81,7 +85,6 @@ class Library:
 
     def __init__(self, content: PageContent) -> None:
         self.content = content
-        self._words: dict[int, Words | None] = {}
         self.missing: dict[str, str] = {}  # number of a run -> why its tokens are not shown
 
     def text(self, key: str) -> str:
@@ -91,20 +94,52 @@ class Library:
         except AgentPeftError as error:
             return embedded_json({"words": [], "episodes": [], "fault": str(error)})
 
-    def _of(self, number: int) -> Words | None:
-        if number not in self._words:
-            self._words[number] = None
+    def _of(self, number: int) -> ChatTokenizer | None:
+        if str(number) not in self.missing:
             try:
-                policy = json.dumps(self.content.policies[number], default=str)
-                self._words[number] = _cached_words(policy)
+                return _tokenizer_of(json.dumps(self.content.policies[number], default=str))
             except AgentPeftError as error:
                 self.missing[str(number)] = str(error)
-        return self._words[number]
+        return None
 
 
 @lru_cache(maxsize=8)
-def _cached_words(policy: str) -> Words:
-    return model_words(json.loads(policy))
+def _tokenizer_of(section: str) -> ChatTokenizer:
+    """The tokenizer of the model that a run's ``policy`` section (JSON) names. Nothing is downloaded."""
+    import transformers
+
+    from agent_peft.policies.loading import policy_config
+    from agent_peft.policies.models.bundled import BUNDLED, cached, resolve_model
+    from agent_peft.policies.models.start import start_of
+    from agent_peft.policies.models.tokenizer import character_tokenizer
+    from agent_peft.policies.tokenization import ChatTokenizer
+
+    policy = json.loads(section)
+    if not isinstance(policy, dict):
+        raise AgentPeftError("the configuration names no model")
+    try:
+        config = policy_config(policy)
+        if config.kind == "scratch":
+            return ChatTokenizer(character_tokenizer(config.alphabet))
+        name = start_of(config).model
+        if name in BUNDLED:
+            folder = cached(name)
+            if folder is None:
+                raise AgentPeftError(f"the model {name!r} is not in the cache")
+            place = str(folder)
+        else:
+            place = resolve_model(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=False
+        )
+        return ChatTokenizer(tokenizer)
+    except AgentPeftError:
+        raise
+    except Exception as error:  # what a library raises for files that are damaged or absent
+        logger.debug("no tokenizer", exc_info=True)
+        raise AgentPeftError(
+            f"the tokenizer of {policy.get('model')!r} cannot be loaded ({type(error).__name__})"
+        ) from error
 
 
 def embedded_json(value: Any) -> str:
@@ -116,17 +151,8 @@ def embedded_json(value: Any) -> str:
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:  # a damaged file holds a number that is not finite
-        text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+        text = json.dumps(finite(value, lambda _: None), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    """JSON values, with None for a number that is not finite, which JSON lacks."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def script_of(key: str, text: str) -> str:
