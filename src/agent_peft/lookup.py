@@ -164,6 +164,15 @@ def install(extra: str) -> str:
     return f"pip install '.[{extra}]' in the clone of Agent-PEFT"
 
 
+@contextmanager
+def needed(message: str) -> Iterator[None]:
+    """Inside, a package is imported. If it is not installed, the error is this message."""
+    try:
+        yield
+    except ImportError as error:
+        raise AgentPeftError(message) from error
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name without a path here may be one of the hub: ``name`` or ``owner/name``, of which
     ``owner`` is neither a folder here nor ``runs``, the default folder of runs.

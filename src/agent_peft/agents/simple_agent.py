@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from pydantic import Field
 
 from agent_peft.config import Config
-from agent_peft.lookup import install
+from agent_peft.lookup import install, needed
 from agent_peft.types import AgentPeftError
 
 _Json = dict[str, Any]
@@ -132,13 +132,11 @@ class SimpleAgent:
 
 
 def _endpoint(config: LLMConfig) -> _Model:
-    try:
+    with needed(
+        f"SimpleAgent: needs the openai client, which is not installed; {install('agents')}, "
+        "or use a local policy with LLMConfig(model=..., local=True)"
+    ):
         import openai
-    except ImportError as error:
-        raise AgentPeftError(
-            f"SimpleAgent: needs the openai client, which is not installed; {install('agents')}, "
-            "or use a local policy with LLMConfig(model=..., local=True)"
-        ) from error
     try:
         client = openai.OpenAI(base_url=config.base_url, api_key=config.api_key, timeout=config.timeout)
     except openai.OpenAIError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.launch.cluster import LOOPBACK, ClusterConfig, RayConfig, read_cluster, supervisor_of
-from agent_peft.lookup import install
+from agent_peft.lookup import install, needed
 from agent_peft.printable import printable
 from agent_peft.supervisor import GRACE, POLL, Part, Supervisor
 from agent_peft.types import AgentPeftError, InfrastructureError
@@ -85,10 +85,8 @@ def _connected(config: RayConfig) -> Iterator[Any]:
     """Ray, connected. A private one writes nothing to the user's home, and ends with this block."""
     private = config.address == "local"
     os.environ.update({**VARIABLES, **(PRIVATE if private else {}), **os.environ})
-    try:
+    with needed(f"--on ray needs Ray: {install('ray')}"):
         import ray
-    except ImportError as missing:
-        raise AgentPeftError(f"--on ray needs Ray: {install('ray')}") from missing
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         own = {"include_dashboard": False, "object_store_memory": OBJECTS, "_temp_dir": folder}
         try:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_peft.lookup import install, nearest
+from agent_peft.lookup import install, nearest, needed
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.types import AgentPeftError
 
@@ -26,10 +26,8 @@ def plot_run(
     their points with 95 % intervals. x is the number of steps done before. ``lines``: the records of
     ``metrics.jsonl``.
     """
-    try:
+    with needed(f"plots need matplotlib, which is not installed; {install('plot')}"):
         from matplotlib import pyplot
-    except ImportError as error:
-        raise AgentPeftError(f"plots need matplotlib, which is not installed; {install('plot')}") from error
     known = list(dict.fromkeys(name for line in lines for name in line if name not in ("step", "stage")))
     known += [name for one in reports for name in one.measures if one.measure(name) and name not in known]
     for name in metrics:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_peft.configuration import yaml12
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
-from agent_peft.lookup import install, nearest
+from agent_peft.lookup import install, nearest, needed
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.layout import check_run_files
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
@@ -361,10 +361,6 @@ def _record(line: Mapping[str, Any], arrays: _Arrays, place: str) -> EpisodeReco
 
 
 def _frame(records: Iterable[Mapping[str, Any]]) -> DataFrame:
-    try:
+    with needed(f"data frames need pandas, which is not installed; {install('pandas')}"):
         import pandas
-    except ImportError as error:
-        raise AgentPeftError(
-            f"data frames need pandas, which is not installed; {install('pandas')}"
-        ) from error
     return pandas.DataFrame(list(records))

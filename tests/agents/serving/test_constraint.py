@@ -160,7 +160,7 @@ def test_an_action_that_is_drawn_again_has_the_same_masks(policy):
     request = ChatRequest.model_validate({"messages": [USER], "response_format": JSON})
     grammar = grammar_of(chat, request, "plain")
     action = chat.tokenizer.encode('{"side": "left", "n": 12}', add_special_tokens=False)
-    constraint = grammar.follow((0,))
+    constraint = grammar((0,))
     masks = [constraint.allowed(action[:place], 200) for place in range(len(action) + 1)]
     assert all(mask[token] for mask, token in zip(masks, action, strict=False))
     assert set(masks[-1].nonzero().flatten().tolist()) == set(chat.end_of_turn)
@@ -172,7 +172,7 @@ def test_a_text_that_looks_like_a_mark_opens_no_thought(tmp_path):
     """Where the tokenizer has no token for it."""
     policy = policy_of(tmp_path, PLAIN_TEMPLATE, MARKS[:2])
     request = ChatRequest.model_validate({"messages": [USER], "response_format": {"type": "json_object"}})
-    constraint = grammar_of(policy.chat, request, "plain").follow((0,))
+    constraint = grammar_of(policy.chat, request, "plain")((0,))
     action = policy.chat.tokenizer.encode('{"a": "<think>", "b": 1}', add_special_tokens=False)
     allowed = constraint.allowed(action, 200)
     assert set(allowed.nonzero().flatten().tolist()) == set(policy.chat.end_of_turn)

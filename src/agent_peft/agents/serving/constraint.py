@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from agent_peft.agents.serving.conversation import PLAIN, Tool
 from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.environments.tool_calls import write_tool_call
-from agent_peft.lookup import install
+from agent_peft.lookup import install, needed
 from agent_peft.policies.marks import CUT
 from agent_peft.policies.native import NativeFormat, format_of
 from agent_peft.policies.reply_text import marked_text
@@ -35,17 +35,8 @@ _WRITTEN = re.compile(r'\{\s*"xsentinel"\s*:\s*"x"\s*\}')
 _USER = Message("user", "x")
 
 
-class Grammar:
-    """The form of the replies to one request."""
-
-    def __init__(self, chat: ChatTokenizer, text: str) -> None:
-        """``text``: in llguidance's Lark. An `AgentPeftError` has what it cannot express."""
-        self._chat = chat
-        self._matcher = _matcher_of(chat, text)
-
-    def follow(self, prompt: Sequence[int]) -> Constraint:
-        """A constraint of one reply to a prompt."""
-        return Constraint(self._chat, self._matcher, prompt)
+Grammar = Callable[[Sequence[int]], "Constraint"]
+"""Makes the constraint of one reply to a prompt."""
 
 
 class Constraint:
@@ -116,7 +107,8 @@ def grammar_of(chat: ChatTokenizer, request: ChatRequest, dialect: str) -> Gramm
         return None
     rules = "\n".join(f"form{number}: {form}" for number, form in enumerate(forms))
     names = " | ".join(f"form{number}" for number in range(len(forms)))
-    return Grammar(chat, f"start: /\\n{{0,2}}/ ({names})\n{rules}\n")
+    grammar = f"start: /\\n{{0,2}}/ ({names})\n{rules}\n"
+    return partial(Constraint, chat, _matcher_of(chat, grammar))
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -164,12 +156,8 @@ def _written_call(written: NativeFormat, name: str) -> str:
 
 
 def _matcher_of(chat: ChatTokenizer, grammar: str) -> Any:
-    try:
+    with needed(f"tool_choice and response_format need llguidance: {install('constraint')}"):
         from llguidance import LLMatcher
-    except ImportError as missing:
-        raise AgentPeftError(
-            f"tool_choice and response_format need llguidance: {install('constraint')}"
-        ) from missing
     matcher = LLMatcher(_tokens_of(chat), grammar, log_level=0)
     if error := matcher.get_error():
         raise AgentPeftError(f"the form of the reply: {' '.join(error.split())[:300]}")
