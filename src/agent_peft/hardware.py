@@ -65,7 +65,8 @@ def choose_threads(configured: int | None, neighbours: int = 1) -> Threads:
         neighbours > 1 and variable == "1"
     ):  # torchrun sets it to 1 if the user has not set it
         return Threads(torch.get_num_threads(), "OMP_NUM_THREADS")
-    cores, quota = _affinity(), cpu_quota()
+    has_affinity, quota = hasattr(os, "sched_getaffinity"), cpu_quota()
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     usable = cores if quota is None else min(cores, math.ceil(quota))
     reason = f"{cores} cores" + ("" if quota is None else f", of which the container may use {quota:g}")
     if neighbours > 1:
@@ -233,10 +234,6 @@ def _find_malloc_trim() -> Callable[[int], int] | None:
 
 
 _MALLOC_TRIM = _find_malloc_trim()
-
-
-def _affinity() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_features() -> set[str]:

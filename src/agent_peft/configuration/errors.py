@@ -34,7 +34,7 @@ class Document:
     def at(self, keys: Keys) -> Node | None:
         node: Node | None = self.root
         for key in keys:
-            node = _child(node, key)
+            node = child(node, key)
         return node
 
     def keys(self, location: Sequence[int | str]) -> Keys:
@@ -42,14 +42,14 @@ class Document:
         keys: Keys = ()
         node: Node | None = self.root
         for number, part in enumerate(location):
-            child = _child(node, str(part))
+            below = child(node, str(part))
             absent = number == len(location) - 1 and (
                 isinstance(node, list) or (isinstance(node, dict) and str(part).isidentifier())
             )
-            kind = _child(node, "kind")
+            kind = child(node, "kind")
             tag = isinstance(kind, Leaf) and kind.value == part  # of a mapping that is wrong as a whole
-            if child is not None or (absent and not tag):
-                keys, node = (*keys, str(part)), child
+            if below is not None or (absent and not tag):
+                keys, node = (*keys, str(part)), below
         return keys
 
     def path(self, keys: Keys) -> str:
@@ -76,7 +76,7 @@ class Document:
         """The class that configures the mapping at ``keys``, as far as the kinds in the document tell."""
         if not keys:
             return TrainConfig
-        kind = _child(self.at(keys), "kind")
+        kind = child(self.at(keys), "kind")
         return model_of(self.annotation(keys), kind.value if isinstance(kind, Leaf) else None)
 
     def field(self, keys: Keys) -> FieldInfo | None:
@@ -162,7 +162,8 @@ def _all_paths(document: Document) -> Iterator[str]:
     yield from inside(TrainConfig, (), ())
 
 
-def _child(node: Node | None, key: str) -> Node | None:
+def child(node: Node | None, key: str) -> Node | None:
+    """The part of a node at a key, or at a place in a list."""
     if isinstance(node, dict):
         return node.get(key)
     if isinstance(node, list) and key.isdecimal() and int(key) < len(node):

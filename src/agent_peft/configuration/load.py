@@ -21,6 +21,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from agent_peft.algorithms import AlgorithmConfig, AnyAlgorithm
-from agent_peft.configuration.errors import Document, config_error
+from agent_peft.configuration.errors import Document, child, config_error
 from agent_peft.configuration.fitting import fit_adapter, fit_lengths
 from agent_peft.configuration.paths import at_home, exists, run_of
 from agent_peft.configuration.read import (
@@ -284,7 +285,7 @@ def _merge_stages(content: Layers, general: Tree, specific: Sequence[Tree], swit
 
     def refuse(trees: Iterable[Tree], key: str, who: str, reason: str, where: str = "") -> None:
         for tree in trees:
-            node = _at(tree, key)
+            node = reduce(child, key.split("."), cast("Node | None", tree))
             for _, leaf in leaves(node) if node is not None else ():
                 if leaf not in content.inherited and leaf.path.startswith(where):
                     raise AgentPeftError(_no_effect(leaf, f"{who} {reason}"))
@@ -317,13 +318,6 @@ def _unused(stage: Tree) -> Mapping[str, str]:
     except ValidationError:  # reported later, with its place
         return {}
     return unused_keys(algorithm, plain(stage.get("learn_from", Leaf("demonstrations", "", ""))))
-
-
-def _at(tree: Tree, key: str) -> Node | None:
-    node: Node | None = tree
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
 
 
 def _without(tree: Tree, keys: Iterable[str]) -> Tree:

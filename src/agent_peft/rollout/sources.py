@@ -187,7 +187,7 @@ SUCCESS_METRICS = ("successes", "episodes_dropped")  # of ``only_successes``
 def successes(group: Group) -> list[Trajectory]:
     """The correct episodes that were sampled for the group, each sequence of actions once."""
     correct = (t for t in group.trajectories if t.outcome is Outcome.CORRECT)
-    return list({_actions(trajectory): trajectory for trajectory in correct}.values())
+    return list({tuple(turn.action for turn in one.turns): one for one in correct}.values())
 
 
 def only_successes(collection: Collection) -> Collection:
@@ -198,7 +198,3 @@ def only_successes(collection: Collection) -> Collection:
     dropped = [t for group in collection.groups for t in group.trajectories if id(t) not in kept]
     metrics = {"successes": float(len(kept)), "episodes_dropped": float(len(dropped))}
     return replace(collection, dropped=dropped, metrics=metrics)
-
-
-def _actions(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
-    return tuple(turn.action for turn in trajectory.turns)

@@ -164,7 +164,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     with torch.no_grad(), ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.Embedding):  # its rows are widened, and not its table
-                stack.callback(module.register_forward_hook(_widen_output).remove)
+                widening = module.register_forward_hook(lambda module, inputs, output: output.float())
+                stack.callback(widening.remove)
                 continue
             # a LoRA layer reads the weight of the layer inside it
             owners = list(module.modules()) if isinstance(module, LoraLayer) else [module]
@@ -210,7 +211,3 @@ def _narrow(module: nn.Module) -> list[str]:
 
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _widen_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.float()

@@ -42,7 +42,8 @@ class _Sum(torch.autograd.Function):
         ctx.save_for_backward(x, weight, a, b, low)
         if x.dtype == torch.float32:
             return product(x, weight, bias).addmm_(low, b.T)
-        return torch.addmm(adapter_part(low, b, bias), x, weight.T)
+        own = low @ b.T if bias is None else torch.addmm(bias, low, b.T)  # with W's bias
+        return torch.addmm(own, x, weight.T)
 
     @staticmethod
     @once_differentiable
@@ -56,11 +57,6 @@ class _Sum(torch.autograd.Function):
                 of_x = torch.addmm(below @ a, gradient, weight)
         of_a, of_b = (below.T @ x).to(ctx.trained), (gradient.T @ low).to(ctx.trained)
         return of_x, None, None, of_a, of_b, None, None
-
-
-def adapter_part(low: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """(n, out) the adapter's output plus W's bias, from s A x (n, rank) and B (out, rank)."""
-    return low @ b.T if bias is None else torch.addmm(bias, low, b.T)
 
 
 class FusedLoraLinear(LoraLinear):

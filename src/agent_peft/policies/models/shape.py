@@ -197,9 +197,9 @@ def layers_of(decoder: nn.Module) -> list[nn.Module]:
 
 def _linears(layer: nn.Module, lora: LoraSettings | None) -> Iterator[LinearShape]:
     """The linear layers of a layer, block by block; the output projection is a block's last one."""
-    blocks: dict[str, list[tuple[str, nn.Module]]] = {}
+    blocks: dict[str, list[tuple[str, nn.Linear | Conv1D]]] = {}
     for name, module in layer.named_modules():
-        if _is_linear(module):
+        if isinstance(module, nn.Linear | Conv1D):
             blocks.setdefault(name.rpartition(".")[0], []).append((name, module))
     for block, members in blocks.items():
         for place, (name, module) in enumerate(members):
@@ -207,21 +207,15 @@ def _linears(layer: nn.Module, lora: LoraSettings | None) -> Iterator[LinearShap
             adapted = targets == "all-linear" or any(
                 name == target or name.endswith(f".{target}") for target in targets
             )
+            outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
             yield LinearShape(
                 name,
-                *_sizes(module),
+                inputs,
+                outputs,
                 "attn" in block or "attention" in block,
                 place == len(members) - 1,
                 adapted,
             )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
-
-
-def _sizes(module: Any) -> tuple[int, int]:
-    return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
 def _activation(text: Any) -> str:
