@@ -20,15 +20,14 @@ from typing import Literal
 from agent_peft.batch import turn_starts
 from agent_peft.lazy_torch import Tensor, torch
 
-Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logprobs, the sampler's logprobs, advantages, mask) -> (loss per token, bool: its gradient was clipped)"""
+Clipped = tuple[Tensor, Tensor]  # the loss per token, and bool: its gradient was clipped
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Clipped]
+"""(logprobs, the sampler's logprobs, advantages, mask) -> Clipped"""
 
 SurrogateName = Literal["score_function", "ratio", "clipped", "sequence_clipped", "truncated", "band"]
 
 
-def score_function(
-    logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
+def score_function(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> Clipped:
     """-Â log π: the REINFORCE gradient (Williams, 1992). It is right only for actions that were drawn from
     the policy that is updated.
 
@@ -37,7 +36,7 @@ def score_function(
     return -advantages * logprobs, torch.zeros_like(mask)
 
 
-def ratio(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def ratio(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> Clipped:
     """-ρ Â with ρ = π / π_sampled: conservative policy iteration (Schulman et al., 2017, equation 6).
 
     Its gradient is the score function's where ρ = 1, and is corrected for a policy that has moved since the
@@ -55,9 +54,7 @@ def clipped(clip_low: float, clip_high: float, dual_clip: float | None = None) -
             likelier has no gradient (dual clip: Ye et al., 2020). None sets no limit.
     """
 
-    def surrogate(
-        logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def surrogate(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> Clipped:
         loss, cut = _clip((logprobs - sampled).exp(), advantages, clip_low, clip_high)
         if dual_clip is None:
             return loss, cut
@@ -76,9 +73,7 @@ def truncated(clip_high: float) -> Surrogate:
     No token loses its gradient. That of a token with a large ρ is as if ρ were 1 + ε_high.
     """
 
-    def surrogate(
-        logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def surrogate(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> Clipped:
         rho = (logprobs - sampled).exp().detach()
         return -rho.clamp(max=1 + clip_high) * advantages * logprobs, rho > 1 + clip_high
 
@@ -92,9 +87,7 @@ def band(clip_low: float, clip_high: float) -> Surrogate:
     A token is left out on both sides of the band, whatever the sign of its advantage.
     """
 
-    def surrogate(
-        logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def surrogate(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> Clipped:
         log_ratio = logprobs - sampled
         rho = log_ratio.detach().exp()
         outside = (rho < 1 - clip_low) | (rho > 1 + clip_high)
@@ -111,9 +104,7 @@ def sequence_clipped(clip_low: float, clip_high: float) -> Surrogate:
     Every token of a trajectory has the same loss, so ``sequence_mean`` gives the paper's objective.
     """
 
-    def surrogate(
-        logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def surrogate(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -> Clipped:
         log_ratio = ((logprobs - sampled) * mask).sum(1, keepdim=True)
         rho = (log_ratio / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand_as(logprobs)
         return _clip(rho, advantages, clip_low, clip_high)
@@ -121,7 +112,7 @@ def sequence_clipped(clip_low: float, clip_high: float) -> Surrogate:
     return surrogate
 
 
-def _clip(rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+def _clip(rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Clipped:
     unclipped = rho * advantages
     bounded = rho.clamp(1 - clip_low, 1 + clip_high) * advantages
     return -torch.minimum(unclipped, bounded), bounded < unclipped
