@@ -164,11 +164,41 @@ class Policy(LanguageModel):
             (B, T) log-probabilities, entropies and divergences in nats, and values, all with gradient, and
             zero off the action mask.
         """
-        layers = self.checkpointed if torch.is_grad_enabled() else []
-        with checkpointing(layers):
-            return self._score(
-                batch.to(self.device), sampling, entropy, values, teaching, dropout_seed, greedy
-            )
+        batch = batch.to(self.device)
+        with checkpointing(self.checkpointed if torch.is_grad_enabled() else []):
+            hidden, predictors, dropout = self.states(batch, dropout_seed)
+        mask = batch.action_mask
+        # Siblings that sampled the same token after the same prefix share its logits, if their teacher's
+        # prefix is the same, too.
+        taught = [] if teaching is None else [teaching.predictors[mask]]
+        pairs = torch.stack([predictors[mask], batch.tokens[mask], *taught])
+        pairs, inverse = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
+        states, plain = hidden[pairs[0]], self.softcap is None
+        measures: list[Measure] = [entropy_of] if entropy else []
+        if greedy:
+            measures.append(lambda logp, part: (logp.argmax(-1) == pairs[1][part]).float())
+        if teaching is not None:
+            measures.append(lambda logp, part: teaching.divergence_of(logp, pairs[2][part], sampling))
+        logp, *measured = logprobs_of_targets(
+            self.head,
+            plain,
+            self.logits,
+            states,
+            pairs[1],
+            sampling,
+            measures,
+            within=lambda part: dropping(dropout and dropout.at(pairs[0][part])),
+        )
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        found = [zeros.masked_scatter(mask, measure[inverse]) for measure in measured]
+        # values come last and index the states again: the order of the gradient's sum decides its rounding
+        return PolicyOutput(
+            logprobs=zeros.masked_scatter(mask, logp[inverse]),
+            entropy=found[0] if entropy else None,
+            divergence=None if teaching is None else found[-1],
+            greedy=found[int(entropy)] if greedy else None,
+            values=zeros.masked_scatter(mask, self._value(hidden[pairs[0]])[inverse]) if values else None,
+        )
 
     def exact_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor | None:
         """(B, T) log-probabilities in nats as ``forward`` gives them, computed in fp32 from the same weights.
@@ -221,50 +251,6 @@ class Policy(LanguageModel):
         if self.value_head is None:
             raise ValueError("the policy has no critic: call attach_value_head first")
         return self.value_head(states)  # type: ignore[no-any-return]
-
-    def _score(
-        self,
-        batch: Batch,
-        sampling: SamplingConfig,
-        entropy: bool,
-        values: bool,
-        teaching: Teaching | None,
-        dropout_seed: int | None,
-        greedy: bool,
-    ) -> PolicyOutput:
-        hidden, predictors, dropout = self.states(batch, dropout_seed)
-        mask = batch.action_mask
-        # Siblings that sampled the same token after the same prefix share its logits, if their teacher's
-        # prefix is the same, too.
-        taught = [] if teaching is None else [teaching.predictors[mask]]
-        pairs = torch.stack([predictors[mask], batch.tokens[mask], *taught])
-        pairs, inverse = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
-        states, plain = hidden[pairs[0]], self.softcap is None
-        measures: list[Measure] = [entropy_of] if entropy else []
-        if greedy:
-            measures.append(lambda logp, part: (logp.argmax(-1) == pairs[1][part]).float())
-        if teaching is not None:
-            measures.append(lambda logp, part: teaching.divergence_of(logp, pairs[2][part], sampling))
-        logp, *measured = logprobs_of_targets(
-            self.head,
-            plain,
-            self.logits,
-            states,
-            pairs[1],
-            sampling,
-            measures,
-            within=lambda part: dropping(dropout and dropout.at(pairs[0][part])),
-        )
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        found = [zeros.masked_scatter(mask, measure[inverse]) for measure in measured]
-        # values come last and index the states again: the order of the gradient's sum decides its rounding
-        return PolicyOutput(
-            logprobs=zeros.masked_scatter(mask, logp[inverse]),
-            entropy=found[0] if entropy else None,
-            divergence=None if teaching is None else found[-1],
-            greedy=found[int(entropy)] if greedy else None,
-            values=zeros.masked_scatter(mask, self._value(hidden[pairs[0]])[inverse]) if values else None,
-        )
 
     def states(
         self, batch: Batch, dropout_seed: int | None = None
