@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from agent_peft.printable import cause_of
+
 SECONDS = 3.0  # in which the hub must answer
 OFFLINE = (502, 503, 504)  # as proxies answer that do not reach it
 
@@ -36,4 +38,4 @@ def why_not_given(error: BaseException) -> str:
         causes.append(cause)
     if any(isinstance(one, OfflineModeIsEnabled) or "offline" in str(one).lower() for one in causes):
         return "it is not in the cache of this machine, and the hub is not reached; check the network"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {cause_of(error)}"

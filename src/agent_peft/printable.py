@@ -31,6 +31,11 @@ def printable(text: object, limit: int | None = None) -> str:
     )
 
 
+def cause_of(error: BaseException) -> str:
+    """An error's message in one line, for another message."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 class Printable:
     """A table, or anything else that rich can draw, with the characters of its texts as ``printable``
     shows them.

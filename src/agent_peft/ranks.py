@@ -20,6 +20,7 @@ from pydantic import Field
 
 from agent_peft.config import Config
 from agent_peft.lazy_torch import Tensor, torch
+from agent_peft.printable import cause_of
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
@@ -231,7 +232,6 @@ def collective() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing else
-        cause = " ".join(str(error).split())[:200]
         raise InfrastructureError(
-            f"another rank has ended or does not answer; its own message says why ({cause})"
+            f"another rank has ended or does not answer; its own message says why ({cause_of(error)})"
         ) from error

@@ -23,6 +23,7 @@ from agent_peft.environments.task_files.download import MAX_ROWS
 from agent_peft.environments.task_files.rows import SUFFIXES, file_or_hub_id, read_table
 from agent_peft.files import write_atomic
 from agent_peft.lookup import nearest
+from agent_peft.printable import cause_of
 from agent_peft.types import AgentPeftError, Message, Task
 
 Form = Literal["sft", "rl"]
@@ -316,9 +317,8 @@ def _template_of(model_name: str) -> Callable[[Sequence[Message]], str]:
         model = resolve_model(start_of(PretrainedConfig(model=model_name)).model)
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        cause = " ".join(str(error).split())
         raise AgentPeftError(
-            f"model_name: {model_name!r:.80} has no tokenizer here ({cause:.200})"
+            f"model_name: {model_name!r:.80} has no tokenizer here ({cause_of(error)})"
         ) from error
     if not tokenizer.chat_template:
         return _plain

@@ -38,6 +38,7 @@ from agent_peft.policies.models.adapter_files import (
 from agent_peft.policies.models.bundled import BUNDLED
 from agent_peft.policies.models.shape import config_here
 from agent_peft.policies.models.start import START, own_base
+from agent_peft.printable import cause_of
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
@@ -178,9 +179,7 @@ def _load_adapter(model: PeftModel, folder: Path) -> None:
     try:
         theirs = LoraConfig.from_pretrained(str(folder))
     except Exception as error:  # a damaged file may raise anything
-        raise AgentPeftError(
-            f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise AgentPeftError(f"the adapter in {folder} cannot be read: {cause_of(error)}") from error
     check_base(cast(PreTrainedModel, model.get_base_model()), theirs, folder)
     for key in _MEANING:
         if getattr(ours, key) != getattr(theirs, key):
@@ -231,9 +230,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
     except AgentPeftError:
         raise
     except Exception as error:
-        raise AgentPeftError(
-            f"the model in {folder} does not fit: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise AgentPeftError(f"the model in {folder} does not fit: {cause_of(error)}") from error
 
 
 def copy_adapter(source: Path, folder: Path, base: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from agent_peft.files import opened
+from agent_peft.printable import cause_of
 from agent_peft.types import AgentPeftError
 
 WEIGHTS = "value_head.safetensors"
@@ -55,9 +56,7 @@ def load(head: ValueHead, folder: Path) -> None:
         with opened(folder / WEIGHTS, unlinked=0) as place:
             stored = load_file(place)
     except (OSError, SafetensorError, ValueError) as error:
-        raise AgentPeftError(
-            f"the critic in {folder} cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise AgentPeftError(f"the critic in {folder} cannot be read: {cause_of(error)}") from error
     if {name: tensor.shape for name, tensor in stored.items()} != {"weight": head.weight.shape}:
         raise AgentPeftError(
             f"{folder / WEIGHTS} is not a value head of a model with {len(head.weight)} hidden units: "

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from agent_peft.files import MEGABYTE, check_tree, opened, parse_json, read_text, sync
+from agent_peft.printable import cause_of
 from agent_peft.training.state_file import load_state
 from agent_peft.types import AgentPeftError, InfrastructureError
 
@@ -86,10 +87,6 @@ def _damage_of(path: Path) -> Iterator[None]:
             f"{path}: is damaged ({cause_of(error)}); put it back from a backup, or move {checkpoint.name} "
             "elsewhere: the checkpoint before it is then the newest"
         ) from error
-
-
-def cause_of(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def save_checkpoint(

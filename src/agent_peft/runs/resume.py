@@ -11,7 +11,8 @@ from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes, truncate_jsonl
 from agent_peft.policies import adapters
 from agent_peft.policies.policy import Policy
-from agent_peft.runs.checkpoint import Position, cause_of, clean, latest_checkpoint, read_position
+from agent_peft.printable import cause_of
+from agent_peft.runs.checkpoint import Position, clean, latest_checkpoint, read_position
 from agent_peft.runs.trajectories import remove_step, steps_in
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError

@@ -11,6 +11,7 @@ from typing import Any
 from agent_peft.files import MEGABYTE, check_regular, opened, parse_json, read_text
 from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.policies.config import LoraSettings
+from agent_peft.printable import cause_of
 from agent_peft.types import AgentPeftError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -55,9 +56,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{PICKLE} holds more than tensors")
         return content
     except Exception as error:  # a damaged file may raise anything
-        raise AgentPeftError(
-            f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise AgentPeftError(f"the adapter in {folder} cannot be read: {cause_of(error)}") from error
 
 
 def lora_settings(folder: Path, dropout: float) -> LoraSettings:
