@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ from agent_peft.algorithms import (
 )
 from agent_peft.algorithms.surrogates import k1, to_go
 from agent_peft.batch import Batch, collate
-from agent_peft.ranks import merged
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
-VOCABULARY = 5
+from .tables import VOCABULARY, forward, loss_and_gradient, normalized
+
 REWARDS = (1.0, 0.0, 0.5, 0.25, 1.0, 1.0)
 GROUPS = [0, 0, 0, 0, 1, 1]  # group 1 has no variance
 CONFIGS = [
@@ -52,19 +52,6 @@ CONFIGS = [
     PolicyGradientConfig(surrogate="band", advantage="leave_one_out", weighting="turn_mean"),
     SftConfig(),
 ]
-
-
-@dataclass(frozen=True)
-class Output:
-    logprobs: Tensor
-    entropy: Tensor | None
-
-
-def forward(parameters: Tensor, batch: Batch) -> Output:
-    log_softmax = parameters[: len(batch), : batch.tokens.shape[1]].log_softmax(-1)
-    logprobs = log_softmax.gather(-1, batch.tokens[..., None]).squeeze(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return Output(logprobs * batch.action_mask, entropy * batch.action_mask)
 
 
 def policy(seed: int, rows: int = 6, length: int = 20) -> Tensor:
@@ -89,26 +76,6 @@ def rollout(parameters: Tensor) -> Batch:
         scored_logprobs=logprobs,
         reference_logprobs=forward(policy(9), batch).logprobs,
     )
-
-
-def normalized(algorithm, batch):
-    weighted, denominator = algorithm.weigh(algorithm.prepare(batch))
-    return replace(weighted, weights=weighted.weights / denominator)
-
-
-def loss_and_gradient(algorithm, batches, parameters, rows):
-    """Sums of the microbatches' losses, metrics and gradients."""
-    leaf = parameters.clone().requires_grad_()
-    losses, metrics = 0.0, {}
-    for batch, chosen in zip(batches, rows, strict=True):
-        loss, shown = algorithm.loss(forward(leaf[chosen], batch), batch)
-        loss.backward()
-        losses += float(loss.detach())
-        metrics = {
-            name: merged(name, metrics[name], value) if name in metrics else value
-            for name, value in shown.items()
-        }
-    return losses, leaf.grad, metrics
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)

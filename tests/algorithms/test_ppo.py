@@ -2,7 +2,7 @@
 values.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,10 @@ from agent_peft.algorithms.advantages import generalized, moments, standardized
 from agent_peft.algorithms.ppo import squared_error
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration import yaml12
-from agent_peft.ranks import merged
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
-VOCABULARY = 5
+from .tables import VOCABULARY, forward, loss_and_gradient, normalized
+
 REWARDS = (1.0, 0.0, 0.5, -0.25, 1.0, 1.0)
 CONFIGS = [
     PpoConfig(),
@@ -130,23 +130,6 @@ def test_what_is_standardized_is_the_step_of_all_ranks():
 # -- the loss ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
-    logprobs: Tensor
-    entropy: Tensor | None
-    values: Tensor | None
-
-
-def forward(parameters: Tensor, batch: Batch) -> Output:
-    """Row b, token t has logits ``parameters[b, t, :-1]`` and the value ``parameters[b, t, -1]``."""
-    here = parameters[: len(batch), : batch.tokens.shape[1]]
-    log_softmax = here[..., :-1].log_softmax(-1)
-    logprobs = log_softmax.gather(-1, batch.tokens[..., None]).squeeze(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    mask = batch.action_mask
-    return Output(logprobs * mask, entropy * mask, here[..., -1] * mask)
-
-
 def policy(seed: int) -> Tensor:
     return torch.randn(6, 20, VOCABULARY + 1, generator=torch.Generator().manual_seed(seed))
 
@@ -170,26 +153,6 @@ def rollout(seed: int = 0) -> Batch:
         values=output.values,
         reference_logprobs=forward(policy(9), batch).logprobs,
     )
-
-
-def normalized(algorithm, batch: Batch) -> Batch:
-    weighted, denominator = algorithm.weigh(algorithm.prepare(batch))
-    return replace(weighted, weights=weighted.weights / denominator)
-
-
-def loss_and_gradient(algorithm, batches, parameters, rows):
-    """Sums of the microbatches' losses, metrics and gradients."""
-    leaf = parameters.clone().requires_grad_()
-    losses, metrics = 0.0, {}
-    for batch, chosen in zip(batches, rows, strict=True):
-        loss, shown = algorithm.loss(forward(leaf[chosen], batch), batch)
-        loss.backward()
-        losses += float(loss.detach())
-        metrics = {
-            name: merged(name, metrics[name], value) if name in metrics else value
-            for name, value in shown.items()
-        }
-    return losses, leaf.grad, metrics
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])

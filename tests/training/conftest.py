@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.policies.config import ScratchConfig
@@ -53,3 +54,9 @@ def make_trainer(policy_config: ScratchConfig) -> MakeTrainer:
         )
 
     return make
+
+
+def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -23,6 +23,8 @@ from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
+from .conftest import assert_close
+
 # Adam divides small gradients by themselves, noise and all
 SMOOTH = {
     "learning_rate": 1e-2,
@@ -34,12 +36,6 @@ PPO = {"kind": "ppo", "minibatches": 2, "update_epochs": 3, "value_learning_rate
 
 def run(trainer: Trainer) -> list[dict[str, float]]:
     return [step.metrics for step in trainer]
-
-
-def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs) > 0
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 # -- the same update however it is cut -----------------------------------------------------------------------

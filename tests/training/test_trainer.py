@@ -28,6 +28,8 @@ from agent_peft.types import (
 )
 from tests.conftest import case
 
+from .conftest import assert_close
+
 # Adam divides small gradients by themselves, noise and all
 SMOOTH = {
     "learning_rate": 1e-2,
@@ -56,12 +58,6 @@ def but_for_rounding(metrics: dict[str, float]) -> dict[str, float]:
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
     """Of the last update."""
     return [p.grad for p in trainer.parameters if p.grad is not None]
-
-
-def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs) > 0
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:

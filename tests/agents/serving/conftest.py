@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def policies() -> dict[str, Policy]:
 # one for all tests, since it takes a while to make; it keeps no connection
 CLIENT = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 USER = [{"role": "user", "content": "1+2="}]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def post(url: str, path: str = "chat/completions", headers: dict[str, str] | None = None, **body: Any) -> Any:

@@ -44,7 +44,7 @@ from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 from tests.conftest import case
 
-from .conftest import post
+from .conftest import post, wait_until
 
 TOKEN = "AGENT_PEFT_TEST_TOKEN"
 SECRET = {"authorization": "Bearer secret"}
@@ -629,13 +629,6 @@ def vllm(warm_process, tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
 
 def lives(pid: int) -> bool:
     return start_of(pid) is not None
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

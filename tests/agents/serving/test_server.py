@@ -17,16 +17,9 @@ from agent_peft.policies.engine.kv_cache import ROWS, TierCache
 from agent_peft.policies.engine.service import OpenDecoding
 from agent_peft.types import AgentPeftError
 
-from .conftest import CLIENT, USER, post
+from .conftest import CLIENT, USER, post, wait_until
 
 ENDLESS = {"messages": USER, "temperature": 0, "max_tokens": 6000}  # the argmax runs in a circle
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
