@@ -18,17 +18,6 @@ _HARMLESS = re.compile(
 )
 
 
-def escapes(path: str, target: str) -> bool:
-    """Whether a link at ``path`` leads to something that differs from process to process, if no other link is
-    on the way.
-
-    >>> escapes("/srv/a", "../proc/self/cmdline"), escapes("/srv/a", "/dev/null")
-    (True, False)
-    """
-    full = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    return re.match(r"/+(proc|dev)(/|$)", full) is not None and _HARMLESS.fullmatch(full) is None
-
-
 def escaping(links: Mapping[bytes, bytes]) -> set[bytes]:
     """List those of a machine's links that lead into /proc or /dev, wherever they end. They are followed as
     in the kernel, but also beyond a part that does not exist yet. ``links``: all symbolic links of the

@@ -73,7 +73,8 @@ class Machine:
             each["hard"] for each in config["process"]["rlimits"] if each["type"] == "RLIMIT_NOFILE"
         )
         self._count, self._closed, self._seconds = 0, False, 0.0
-        self._cgroup: Mapping[str, Path] | None = None
+        # the folders of its control group by controller, "" for version 2; None where it has none
+        self.cgroup: Mapping[str, Path] | None = None
         self._lifeline: int | None = None
         self._processes: Processes | None = None
         self._waits_for_shell: int | None = None
@@ -89,7 +90,7 @@ class Machine:
             if descriptors is None:
                 self._find_shell(self.processes.first, streams)
             if "resources" in config["linux"]:
-                self._cgroup = _cgroup_of(config["linux"]["cgroupsPath"], self._processes)
+                self.cgroup = _cgroup_of(config["linux"]["cgroupsPath"], self._processes)
             elif self._processes is not None:
                 WATCH.add(self._processes, limits)
         except BaseException:
@@ -102,11 +103,6 @@ class Machine:
         if self._processes is None:
             raise MachineLost("the machine has ended")
         return self._processes
-
-    @property
-    def cgroup(self) -> Mapping[str, Path] | None:
-        """The folders of its control group by controller, "" for version 2. None where it has none."""
-        return self._cgroup
 
     @property
     def first(self) -> Program:
@@ -163,12 +159,12 @@ class Machine:
     def cpu_seconds(self) -> float:
         """Return the processor time of all processes so far; of the last call if the machine has ended."""
         with contextlib.suppress(OSError, MachineLost, KeyError):
-            if self._cgroup is None:
+            if self.cgroup is None:
                 self._seconds = WATCH.ticks(self.processes) / _TICK
-            elif "cpuacct" in self._cgroup:
-                self._seconds = int((self._cgroup["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
+            elif "cpuacct" in self.cgroup:
+                self._seconds = int((self.cgroup["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
             else:
-                text = (self._cgroup[""] / "cpu.stat").read_text()
+                text = (self.cgroup[""] / "cpu.stat").read_text()
                 self._seconds = int(text.partition("usage_usec ")[2].split()[0]) / 1e6
         return self._seconds
 
@@ -191,7 +187,7 @@ class Machine:
             self._processes.close()
             self._processes = None
         kept = [Path(self._command[self._command.index("--root") + 1]) / self.name, self._bundle]
-        command, groups = [*self._command, "delete", "--force", self.name], self._cgroup or {}
+        command, groups = [*self._command, "delete", "--force", self.name], self.cgroup or {}
         self._later(lambda: _remove(command, kept, list(groups.values())))
 
     def _start(self, run: Sequence[str], streams: PipeStreams) -> None:
