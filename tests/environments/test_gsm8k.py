@@ -24,10 +24,10 @@ from agent_peft.environments.gsm8k import (
     HUB_SET,
     GSM8KConfig,
     answer_pattern,
-    last_number,
     parse_number,
 )
 from agent_peft.environments.os_interaction import environment as os_environment
+from agent_peft.environments.quantities import last_quantity
 from agent_peft.environments.task_commands import download_tasks
 from agent_peft.environments.task_files.download import convert
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason
@@ -134,14 +134,14 @@ def test_any_spelling_of_any_number_is_that_number(number, decimals, commas, dol
     written = ("-" if number < 0 else "") + ("$" if dollar else "") + digits + decimals
     assert parse_number(written) == number
     assert answer_pattern("#### {answer}").findall(f"Thus:\n#### {written}\n") == [written]
-    assert last_number(f"1 and 2 are not it, it is {written}") == number
+    assert last_quantity(f"1 and 2 are not it, it is {written}").value == number
 
 
 @given(text=st.text(st.sampled_from("0123456789,.-−+$#\n \tx()"), max_size=200))
 def test_whatever_looks_like_an_answer_can_be_read(text):
     for match in answer_pattern("#### {answer}").finditer(text):
         assert isinstance(parse_number(match[1]), Decimal)
-    assert last_number(text) is None or isinstance(last_number(text), Decimal)
+    last_quantity(text)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_whatever_looks_like_an_answer_can_be_read(text):
 def test_hostile_replies_take_linear_time(text):
     pattern = answer_pattern("#### {answer}")  # a quadratic pattern would take minutes here
     assert pattern.findall(text) == []
-    last_number(text)
+    last_quantity(text)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

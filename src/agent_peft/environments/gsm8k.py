@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 from agent_peft.environments.base import TaskFiles
 from agent_peft.environments.chat import message_list
 from agent_peft.environments.graders import Grade, QuestionEpisode
-from agent_peft.environments.quantities import NUMBER, last_number, parse_number
+from agent_peft.environments.quantities import NUMBER, last_quantity, parse_number
 from agent_peft.environments.tables import TableConfig, TableEnvironment
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.templates import fill, with_placeholders
@@ -156,16 +157,12 @@ class GSM8K(TableEnvironment):
     def demonstration(self, task: Task) -> Sequence[str]:
         return [self._solution(read_question(task.id, task.content))]
 
-    def answer_of(self, reply: str) -> tuple[Decimal | None, bool]:
-        """The number of a reply, if there is one, and whether it is in the format."""
+    def _grade(self, problem: WordProblem, reply: str) -> Grade:
         answers = [match[1] for match in self._pattern.finditer(reply)]
         if answers:
-            return parse_number(answers[-1]), True
-        return None if self.config.strict else last_number(reply), False
-
-    def _grade(self, problem: WordProblem, reply: str) -> Grade:
-        number, valid = self.answer_of(reply)
-        return Grade(number == problem.value, valid)
+            return Grade(parse_number(answers[-1]) == problem.value)
+        last = None if self.config.strict else last_quantity(reply)
+        return Grade(last is not None and last.value == Fraction(problem.value), valid=False)
 
     def _solution(self, problem: WordProblem) -> str:
         reasoning = problem.reasoning if self.config.annotations else _ANNOTATION.sub("", problem.reasoning)

@@ -87,23 +87,6 @@ def parse_number(text: str) -> Decimal | None:
     return Decimal(re.sub(r"[+$, ]", "", text).replace("−", "-")) if _WHOLE.fullmatch(text) else None
 
 
-def last_number(text: str) -> Decimal | None:
-    """The number of `last_quantity` without its percent sign, where decimals can write it.
-
-    >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3")
-    (Decimal('24'), Decimal('-3'))
-    >>> last_number("5-3"), last_number("none"), last_number("1/3")
-    (Decimal('3'), None, None)
-    """
-    quantity = last_quantity(text)
-    if quantity is None:
-        return None
-    below = quantity.value.denominator
-    places = 0 if below == 1 else below.bit_length()
-    scaled = quantity.value * 10**places
-    return Decimal(f"{scaled.numerator}E-{places}") if scaled.denominator == 1 else None
-
-
 @dataclass(frozen=True)
 class Quantity:
     """A number as it is written, with or without a percent sign, which may be left out or worked out.
@@ -130,6 +113,8 @@ def last_quantity(text: str) -> Quantity | None:
 Quantity(value=Fraction(25, 2), percent=True))
     >>> last_quantity(r"\\frac{3}{4}").value, last_quantity("3 x 10^5").value, last_quantity("1,5")
     (Fraction(3, 4), Fraction(300000, 1), None)
+    >>> last_quantity("so it is 48/2 = 24 apples.").value, last_quantity("5-3").value, last_quantity("none")
+    (Fraction(24, 1), Fraction(3, 1), None)
     """
     if (number := parse_number(text)) is not None:
         return Quantity(Fraction(number), False) if len(text) <= MAX_DIGITS else None
