@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from agent_peft.environments.base import Environment, Mistake
 from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode
 from agent_peft.environments.os_interaction.problems import Matches, ShellProblem
-from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, MalformedCommand
-from agent_peft.environments.tool_calls import TWO_ACTIONS, write_call
+from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish
+from agent_peft.environments.tool_calls import TWO_ACTIONS, MalformedReply, write_call
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.native import as_template
@@ -201,15 +202,24 @@ def test_a_model_without_tools_is_one_line(environment: Environment) -> None:
         (write_call("bash", command="echo '<tool_call>'"), Command("echo '<tool_call>'")),
         (write_call("finish"), Finish()),
         (write_call("answer", text="42"), Finish("42")),
-        (write_call("bash"), MalformedCommand("The command is missing. Call bash with command.")),
-        (write_call("answer"), MalformedCommand("The answer's text is missing. Call answer with text.")),
-        ("", MalformedCommand("No tool call found.")),
     ],
 )
 def test_calls_in_a_shell(action: str, reply: object) -> None:
     assert PROTOCOLS["native"].parse(action) == reply
-    if not isinstance(reply, MalformedCommand):
-        assert PROTOCOLS["native"].write(reply) == action
+    assert PROTOCOLS["native"].write(reply) == action
+
+
+@pytest.mark.parametrize(
+    ("action", "why"),
+    [
+        (write_call("bash"), "The command is missing. Call bash with command."),
+        (write_call("answer"), "The answer's text is missing. Call answer with text."),
+        ("", "No tool call found."),
+    ],
+)
+def test_a_malformed_call_in_a_shell_says_what_to_write(action: str, why: str) -> None:
+    with pytest.raises(MalformedReply, match=f"^{re.escape(why)}$"):
+        PROTOCOLS["native"].parse(action)
 
 
 def test_the_tool_answer_is_there_where_a_task_asks_for_one() -> None:

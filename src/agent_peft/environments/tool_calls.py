@@ -13,8 +13,12 @@ from agent_peft.types import Message, ToolCall
 TWO_ACTIONS = "Two actions found. Write one action, wait for its result, then write the other."
 
 
-class NotAToolCall(ValueError):
-    """A reply is not a tool call; its text tells the agent what to write."""
+class MalformedReply(ValueError):
+    """A reply could not be parsed. The agent reads its text, which shows what to write."""
+
+
+class NotAToolCall(MalformedReply):
+    """A reply is not a tool call."""
 
 
 def read_tool_call(reply: str, example: str) -> ToolCall:

@@ -1,5 +1,7 @@
 import json
+import re
 import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given
@@ -8,7 +10,6 @@ from hypothesis import strategies as st
 from agent_peft.environments.db_bench.protocol import (
     PROTOCOLS,
     FinalAnswer,
-    MalformedReply,
     SqlOperation,
     answer,
     answer_call,
@@ -17,7 +18,7 @@ from agent_peft.environments.db_bench.protocol import (
     parse_tool_call,
     sql_call,
 )
-from agent_peft.environments.tool_calls import write_tool_call
+from agent_peft.environments.tool_calls import MalformedReply, write_tool_call
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,9 @@ def test_an_answer_may_have_several_lines():
     ],
 )
 def test_malformed_replies_say_what_to_write(reply, why):
-    parsed = parse_reply(reply)
-    assert isinstance(parsed, MalformedReply)
-    assert why in parsed.why
-    assert len(parsed.why) < 200
+    with pytest.raises(MalformedReply, match=re.escape(why)) as malformed:
+        parse_reply(reply)
+    assert len(str(malformed.value)) < 200
 
 
 def test_sql_is_not_taken_for_a_language():
@@ -161,10 +161,9 @@ def test_tool_calls(reply, action):
     ],
 )
 def test_malformed_tool_calls_say_what_to_write(reply, why):
-    parsed = parse_tool_call(reply)
-    assert isinstance(parsed, MalformedReply)
-    assert why in parsed.why
-    assert len(parsed.why) < 200
+    with pytest.raises(MalformedReply, match=re.escape(why)) as malformed:
+        parse_tool_call(reply)
+    assert len(str(malformed.value)) < 200
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
@@ -197,7 +196,8 @@ def test_an_answer_copies_the_rows_as_they_were_read(name):
 def test_any_depth_is_read_or_refused():
     for depth in range(600, 1_050):  # where the limit is depends on the stack so far
         call = '{"name": "commit_final_answer", "arguments": {"answers": ' + "[" * depth + "]" * depth + "}}"
-        assert isinstance(parse_tool_call(call), FinalAnswer | MalformedReply)
+        with suppress(MalformedReply):
+            assert isinstance(parse_tool_call(call), FinalAnswer)
 
 
 @given(
@@ -211,9 +211,10 @@ def test_any_depth_is_read_or_refused():
 @example('{"name": "commit_final_answer", "arguments": {"answers": [1e999, NaN]}}')
 @example('{"name": "\\ud800", "arguments": {}}')
 @example('{"name":' * 50_000)
-def test_parsing_never_raises(reply):
+def test_any_reply_is_an_action_or_malformed(reply):
     for protocol in PROTOCOLS.values():
-        assert isinstance(protocol.parse(reply), SqlOperation | FinalAnswer | MalformedReply)
+        with suppress(MalformedReply):
+            assert isinstance(protocol.parse(reply), SqlOperation | FinalAnswer)
 
 
 SQL = "Action: Operation\n```sql\n"
@@ -239,7 +240,8 @@ PIECES = [
 def test_parsing_a_megabyte_is_quick(protocol, head, piece):
     reply = head + piece * (1_000_000 // len(piece))
     begun = time.perf_counter()
-    protocol.parse(reply)
+    with suppress(MalformedReply):
+        protocol.parse(reply)
     assert time.perf_counter() - begun < 2
 
 

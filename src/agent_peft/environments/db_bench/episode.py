@@ -18,10 +18,11 @@ from agent_peft.environments.db_bench.grader import (
     tables_are_equal,
 )
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-from agent_peft.environments.db_bench.protocol import PROTOCOLS, FinalAnswer, MalformedReply, Protocol
+from agent_peft.environments.db_bench.protocol import PROTOCOLS, FinalAnswer, Protocol, Reply
 from agent_peft.environments.db_bench.servers.database import ServerDatabase
 from agent_peft.environments.db_bench.tasks import SQLProblem
 from agent_peft.environments.templates import fill
+from agent_peft.environments.tool_calls import MalformedReply
 from agent_peft.types import Message, Outcome, StepResult, StopReason
 
 CUT_MARK = " ... (cut)"
@@ -76,7 +77,10 @@ class DBBenchEpisode(Episode):
 
     def _act(self, database: Database, action: str) -> StepResult:
         self._turns += 1
-        reply = PROTOCOLS[self._config.protocol].parse(action)
+        try:
+            reply: Reply | MalformedReply = PROTOCOLS[self._config.protocol].parse(action)
+        except MalformedReply as malformed:
+            reply = malformed
         if isinstance(reply, FinalAnswer):
             correct, score = self._grade(reply.text, database)
             outcome = Outcome.CORRECT if correct else Outcome.INCORRECT
@@ -86,7 +90,7 @@ class DBBenchEpisode(Episode):
         if last:  # nobody would see what the statement did
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
         if isinstance(reply, MalformedReply):
-            return StepResult(reply.why, valid=False)
+            return StepResult(str(reply), valid=False)
         try:
             with self._clock.running():
                 executed = database.execute(reply.sql, self._clock.left)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from agent_peft.environments.tool_calls import (
     TWO_ACTIONS,
-    NotAToolCall,
+    MalformedReply,
     declare,
     read_call,
     read_tool_call,
@@ -55,18 +55,7 @@ class FinalAnswer:
     text: str
 
 
-@dataclass(frozen=True)
-class MalformedReply:
-    """The reply could not be parsed. The agent reads ``why``, which shows what to write.
-
-    >>> MalformedReply("Write one action.").why
-    'Write one action.'
-    """
-
-    why: str
-
-
-Reply = SqlOperation | FinalAnswer | MalformedReply
+Reply = SqlOperation | FinalAnswer
 
 
 def parse_reply(reply: str) -> Reply:
@@ -74,7 +63,7 @@ def parse_reply(reply: str) -> Reply:
     block's language tag do not matter; nor does bold type, or a block, of the answer, or what follows it
     after a blank line.
 
-    Takes time linear in the reply, and never raises.
+    Takes time linear in the reply. Raises `MalformedReply`.
 
     >>> parse_reply("Action: Operation\\n```sql\\nSELECT 1;\\n```")
     SqlOperation(sql='SELECT 1;')
@@ -83,33 +72,28 @@ def parse_reply(reply: str) -> Reply:
     """
     first = _ACTION.search(reply)
     if first is None:
-        return MalformedReply(f"No action found. Write either\n{OPERATION_FORMAT}\nor\n{ANSWER_FORMAT}")
+        raise MalformedReply(f"No action found. Write either\n{OPERATION_FORMAT}\nor\n{ANSWER_FORMAT}")
     return _parse_answer(reply, first.end()) if first[1].lower() == "answer" else _parse_operation(reply)
 
 
 def parse_tool_call(reply: str) -> Reply:
     """Understand a reply of the ``json_tool_calls`` protocol. An argument counts under any name if it is the
-    only one.
+    only one. Raises `MalformedReply`.
 
     >>> parse_tool_call('{"name": "execute_sql", "arguments": {"query": "SELECT 1"}}')
     SqlOperation(sql='SELECT 1')
     >>> parse_tool_call('{"name": "commit_final_answer", "arguments": {"answers": [[1, "a"]]}}')
     FinalAnswer(text='[[1, "a"]]')
     """
-    try:
-        call = read_tool_call(reply, example=sql_call("<one SQL statement>"))
-    except NotAToolCall as error:
-        return MalformedReply(str(error))
+    call = read_tool_call(reply, example=sql_call("<one SQL statement>"))
     return _parse_call(call, f"Write\n{sql_call('<one SQL statement>')}", f"Write\n{answer_call('<rows>')}")
 
 
 def parse_native(reply: str) -> Reply:
-    """Understand a call that the model has written in its own form."""
-    try:
-        call = read_call(reply)
-    except NotAToolCall as error:
-        return MalformedReply(str(error))
-    return _parse_call(call, "Call execute_sql with query.", "Call commit_final_answer with answers.")
+    """Understand a call that the model has written in its own form. Raises `MalformedReply`."""
+    return _parse_call(
+        read_call(reply), "Call execute_sql with query.", "Call commit_final_answer with answers."
+    )
 
 
 def _parse_call(call: ToolCall, run: str, finish: str) -> Reply:
@@ -117,18 +101,22 @@ def _parse_call(call: ToolCall, run: str, finish: str) -> Reply:
     if call.name == "execute_sql":
         query = _argument(call.arguments, "query")
         if not isinstance(query, str):
-            return MalformedReply(f"The query is missing. {run}")
-        return SqlOperation(query.strip()) if query.strip() else MalformedReply("The query is empty.")
+            raise MalformedReply(f"The query is missing. {run}")
+        if not query.strip():
+            raise MalformedReply("The query is empty.")
+        return SqlOperation(query.strip())
     if call.name == "commit_final_answer":
         answers = _argument(call.arguments, "answers")
         if answers is None:
-            return MalformedReply(f"The answers are missing. {finish}")
+            raise MalformedReply(f"The answers are missing. {finish}")
         try:
             text = answers if isinstance(answers, str) else json.dumps(answers, ensure_ascii=False)
         except RecursionError:  # writing takes a little more of the stack than reading
-            return MalformedReply("The answers are nested too deeply.")
-        return FinalAnswer(text) if text.strip() else MalformedReply("The answers are empty.")
-    return MalformedReply(f"There is no tool {call.name[:40]!r}; call execute_sql or commit_final_answer.")
+            raise MalformedReply("The answers are nested too deeply.") from None
+        if not text.strip():
+            raise MalformedReply("The answers are empty.")
+        return FinalAnswer(text)
+    raise MalformedReply(f"There is no tool {call.name[:40]!r}; call execute_sql or commit_final_answer.")
 
 
 def operation(sql: str) -> str:
@@ -166,33 +154,35 @@ def _argument(arguments: Mapping[str, Any], name: str) -> Any:
     return next(iter(arguments.values())) if len(arguments) == 1 else arguments.get(name)
 
 
-def _parse_operation(reply: str) -> SqlOperation | MalformedReply:
+def _parse_operation(reply: str) -> SqlOperation:
     parts = reply.split("```")
     outside = "\n".join(parts[::2])
     if any(match[1].lower() == "answer" for match in _ACTION.finditer(outside)):
-        return MalformedReply(TWO_ACTIONS)
+        raise MalformedReply(TWO_ACTIONS)
     if len(parts) < 3:
         why = "The ```sql block is not closed." if len(parts) == 2 else "No SQL block found."
-        return MalformedReply(f"{why} Write\n{OPERATION_FORMAT}")
+        raise MalformedReply(f"{why} Write\n{OPERATION_FORMAT}")
     if len(parts) > 3:
-        return MalformedReply("More than one block found. Write one SQL statement in one ```sql block.")
+        raise MalformedReply("More than one block found. Write one SQL statement in one ```sql block.")
     sql = parts[1].strip()
     if language := _LANGUAGE.match(sql):
         sql = sql[language.end() :].strip()
-    return SqlOperation(sql) if sql else MalformedReply(f"The SQL block is empty. Write\n{OPERATION_FORMAT}")
+    if not sql:
+        raise MalformedReply(f"The SQL block is empty. Write\n{OPERATION_FORMAT}")
+    return SqlOperation(sql)
 
 
-def _parse_answer(reply: str, position: int) -> FinalAnswer | MalformedReply:
+def _parse_answer(reply: str, position: int) -> FinalAnswer:
     marker = _FINAL_ANSWER.search(reply, position)
     other = _ACTION.search(reply, position, marker.start() if marker else len(reply))
     if other is not None and other[1].lower() == "operation":
-        return MalformedReply(TWO_ACTIONS)
+        raise MalformedReply(TWO_ACTIONS)
     if marker is None:
-        return MalformedReply(f"No final answer found. Write\n{ANSWER_FORMAT}")
+        raise MalformedReply(f"No final answer found. Write\n{ANSWER_FORMAT}")
     text = reply[marker.end() :].strip()
     follow = re.search(r"^[ \t]*+action[ \t]*+:", text, re.IGNORECASE | re.MULTILINE)
     if follow is not None:
-        return MalformedReply(TWO_ACTIONS)
+        raise MalformedReply(TWO_ACTIONS)
     if fenced := _FENCED.match(text):
         text = fenced[1].strip()
     else:
@@ -201,11 +191,9 @@ def _parse_answer(reply: str, position: int) -> FinalAnswer | MalformedReply:
         text = text[: next(ends, None)]
         if marker[1] and not marker[2]:
             text = text.removesuffix("**")
-    return (
-        FinalAnswer(text)
-        if text.strip("`* \t\n")
-        else MalformedReply(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
-    )
+    if not text.strip("`* \t\n"):
+        raise MalformedReply(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
+    return FinalAnswer(text)
 
 
 # Short on purpose: the agent reads one in every episode.

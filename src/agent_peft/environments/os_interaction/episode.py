@@ -12,8 +12,9 @@ from agent_peft.environments.clock import Clock
 from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.grader import grade
 from agent_peft.environments.os_interaction.problems import Matches, Script, ShellProblem
-from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, MalformedCommand
+from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, Reply
 from agent_peft.environments.templates import fill
+from agent_peft.environments.tool_calls import MalformedReply
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox
 from agent_peft.sandbox.build import build_sandbox
 from agent_peft.seeding import derive
@@ -70,18 +71,21 @@ class OSEpisode(Episode):
 
     def _act(self, sandbox: Sandbox, action: str) -> StepResult:
         self._turns += 1
-        reply = self._protocol.parse(action)
+        try:
+            reply: Reply | MalformedReply = self._protocol.parse(action)
+        except MalformedReply as malformed:
+            reply = malformed
         if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
             how = "call finish." if self.tools else f"write\n{self._protocol.write(Finish())}"
-            reply = MalformedCommand(f"This task asks for no answer. When it is done, {how}")
+            reply = MalformedReply(f"This task asks for no answer. When it is done, {how}")
         if isinstance(reply, Finish):
             done = grade(self._problem, reply.answer, sandbox, self._run_example, self._config.script_timeout)
             return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)
         valid = isinstance(reply, Command)
         if self._turns >= self._config.max_turns:  # nobody would see what the command did
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
-        if isinstance(reply, MalformedCommand):
-            return StepResult(reply.why, valid=False)
+        if isinstance(reply, MalformedReply):
+            return StepResult(str(reply), valid=False)
         with self._clock.running():
             result = sandbox.run(reply.text, min(self._config.command_timeout, self._clock.left))
         if self._clock.ran_out:

@@ -14,7 +14,7 @@ from agent_peft.environments.os_interaction.problems import is_typable
 from agent_peft.environments.templates import fill
 from agent_peft.environments.tool_calls import (
     TWO_ACTIONS,
-    NotAToolCall,
+    MalformedReply,
     declare,
     read_call,
     read_tool_call,
@@ -54,24 +54,13 @@ class Finish:
     answer: str | None = None
 
 
-@dataclass(frozen=True)
-class MalformedCommand:
-    """The reply could not be understood; ``why`` tells the agent what to write.
-
-    >>> MalformedCommand("Write one action.").why
-    'Write one action.'
-    """
-
-    why: str
-
-
-Reply = Command | Finish | MalformedCommand
+Reply = Command | Finish
 
 
 def parse_act(reply: str) -> Reply:
     """Understand a reply of the ``act`` protocol. Case, white space and text around the action do not matter.
 
-    Takes time linear in the reply, and never raises.
+    Takes time linear in the reply. Raises `MalformedReply`.
 
     >>> parse_act("Act: bash\\n\\n```bash\\nls /tmp\\n```")
     Command(text='ls /tmp')
@@ -83,26 +72,28 @@ def parse_act(reply: str) -> Reply:
     parts = reply.split("```")
     acts = [act.lower() for act in _ACT.findall("\0".join(parts[::2]))]  # those outside the blocks
     if not acts:
-        return MalformedCommand(
+        raise MalformedReply(
             f"No action found. Write either\n{BASH_FORMAT.format(command='<commands>')}\nor\n{FINISH_FORMAT}"
         )
     act = acts[0]
     if len(acts) > 1 and set(acts) != {"finish"}:
-        return MalformedCommand(TWO_ACTIONS)
+        raise MalformedReply(TWO_ACTIONS)
     if act == "answer":  # whatever stands in its parentheses is the answer
         i, found = next((i, match) for i in range(0, len(parts), 2) if (match := _ACT.search(parts[i])))
         rest = "```".join([parts[i][found.end() :], *parts[i + 1 :]])
         opening, closing = rest.find("("), _end_of_answer(rest)
         if opening < 0 or closing < opening or rest[:opening].strip():
-            return MalformedCommand(f"No answer found. Write\n{ANSWER_FORMAT.format(text='<your answer>')}")
+            raise MalformedReply(f"No answer found. Write\n{ANSWER_FORMAT.format(text='<your answer>')}")
         return _finish(rest[opening + 1 : closing])
     if act == "finish":
-        return Finish() if len(parts) == 1 else MalformedCommand(TWO_ACTIONS)
+        if len(parts) > 1:
+            raise MalformedReply(TWO_ACTIONS)
+        return Finish()
     if len(parts) < 3:
         why = "The ```bash block is not closed." if len(parts) == 2 else "No bash block found."
-        return MalformedCommand(f"{why} Write\n{BASH_FORMAT.format(command='<commands>')}")
+        raise MalformedReply(f"{why} Write\n{BASH_FORMAT.format(command='<commands>')}")
     if len(parts) > 3:
-        return MalformedCommand("More than one block found. Write all commands in one ```bash block.")
+        raise MalformedReply("More than one block found. Write all commands in one ```bash block.")
     block = parts[1]
     if language := _LANGUAGE.match(block):
         block = block[language.end() :]
@@ -121,28 +112,22 @@ def _end_of_answer(text: str) -> int:
 
 def parse_tool_call(reply: str) -> Reply:
     """Understand a reply of the ``json_tool_calls`` protocol: one call, in ``<tool_call>`` tags, in a ```json
-    block, or plain.
+    block, or plain. Raises `MalformedReply`.
 
     >>> parse_tool_call('<tool_call>{"name": "bash", "arguments": {"command": "ls /tmp"}}</tool_call>')
     Command(text='ls /tmp')
     >>> parse_tool_call('{"name": "finish", "arguments": {}}')
     Finish(answer=None)
     """
-    try:
-        call = read_tool_call(reply, example=write_tool_call("bash", command="<commands>"))
-    except NotAToolCall as error:
-        return MalformedCommand(str(error))
+    call = read_tool_call(reply, example=write_tool_call("bash", command="<commands>"))
     return _call(
         call.name, call.arguments, lambda *call, **values: f"Write\n{write_tool_call(*call, **values)}"
     )
 
 
 def parse_native(reply: str) -> Reply:
-    """Understand a call that the model has written in its own form."""
-    try:
-        call = read_call(reply)
-    except NotAToolCall as error:
-        return MalformedCommand(str(error))
+    """Understand a call that the model has written in its own form. Raises `MalformedReply`."""
+    call = read_call(reply)
     return _call(call.name, call.arguments, lambda name, **values: f"Call {name} with {', '.join(values)}.")
 
 
@@ -168,7 +153,7 @@ def _call(name: str, arguments: Mapping[str, Any], example: Callable[..., str]) 
     if name == "bash":
         command = arguments.get("command")
         if not isinstance(command, str):
-            return MalformedCommand(f"The command is missing. {example('bash', command='<commands>')}")
+            raise MalformedReply(f"The command is missing. {example('bash', command='<commands>')}")
         return _command(command, "The command is empty.")
     if name == "finish":
         return Finish()
@@ -177,32 +162,26 @@ def _call(name: str, arguments: Mapping[str, Any], example: Callable[..., str]) 
         if isinstance(text, int | float) and not isinstance(text, bool):
             text = str(text)
         if not isinstance(text, str):
-            return MalformedCommand(
-                f"The answer's text is missing. {example('answer', text='<your answer>')}"
-            )
+            raise MalformedReply(f"The answer's text is missing. {example('answer', text='<your answer>')}")
         return _finish(text)
-    return MalformedCommand(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
+    raise MalformedReply(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
 
 
 def _command(text: str, empty: str) -> Reply:
     text = text.strip()
     if not text:
-        return MalformedCommand(empty)
+        raise MalformedReply(empty)
     if len(text) > MAX_COMMAND:
-        return MalformedCommand(f"The command is longer than {MAX_COMMAND} characters.")
-    return (
-        Command(text)
-        if is_typable(text)
-        else MalformedCommand("The command holds a character that cannot be typed.")
-    )
+        raise MalformedReply(f"The command is longer than {MAX_COMMAND} characters.")
+    if not is_typable(text):
+        raise MalformedReply("The command holds a character that cannot be typed.")
+    return Command(text)
 
 
 def _finish(answer: str) -> Reply:
-    return (
-        Finish(answer.strip())
-        if is_typable(answer)
-        else MalformedCommand("The answer holds a character that cannot be typed.")
-    )
+    if not is_typable(answer):
+        raise MalformedReply("The answer holds a character that cannot be typed.")
+    return Finish(answer.strip())
 
 
 # Short on purpose: the agent reads it in every episode.
