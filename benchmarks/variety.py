@@ -268,7 +268,7 @@ def trigram_bits(train: Sequence[Sequence[str]], test: Sequence[Sequence[str]]) 
 
 def derivation_bits(num_tasks: int) -> float:
     """Of the phrasing of a task, on average."""
-    maker = generator.TaskMaker("train")
+    maker = generator.TaskMaker(generator.GenerateConfig(num_tasks=1))
     bits = [maker.draft(i, None, random.Random(derive(0, "variety", i))).bits for i in range(num_tasks)]
     return sum(bits) / num_tasks
 

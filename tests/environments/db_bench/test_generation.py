@@ -7,6 +7,7 @@ import random
 import pytest
 
 from agent_peft.environments.db_bench import skills_of
+from agent_peft.environments.db_bench.config import GenerateConfig
 from agent_peft.environments.db_bench.generation import (
     english,
     grammar,
@@ -98,7 +99,7 @@ def test_the_sides_of_the_grammar_are_apart():
 
 
 def test_most_requests_have_more_than_twenty_bits_of_phrasing():
-    maker = TaskMaker("train")
+    maker = TaskMaker(GenerateConfig(num_tasks=1))
     bits = [maker.draft(i, None, random.Random(i)).bits for i in range(60)]
     assert sum(bits) / len(bits) > 35
     assert sum(number > 20 for number in bits) > 0.75 * len(bits)  # an INSERT of values has fewer

@@ -130,15 +130,11 @@ class DBBenchConfig(TaskSourceConfig):
         return database
 
     @model_validator(mode="after")
-    def _statement_steps_have_an_effect(self) -> DBBenchConfig:
+    def _effective(self) -> DBBenchConfig:
         if self.database != "sqlite" and self.statement_steps != STATEMENT_STEPS:
             raise ValueError(
                 "statement_steps has an effect with database: sqlite alone; set statement_seconds"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _system_prompt_fits_the_protocol(self) -> DBBenchConfig:
         # a run's own configuration holds the text of its protocol
         others = {name: other.system_prompt for name, other in PROTOCOLS.items() if name != self.protocol}
         for name, text in others.items():
@@ -147,10 +143,6 @@ class DBBenchConfig(TaskSourceConfig):
                     f"system_prompt is the text of protocol: {name}, and protocol is {self.protocol}; write "
                     "another system_prompt, or leave it out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _repairs_have_room(self) -> DBBenchConfig:
         if self.repairs and self.max_turns < REPAIR_TURNS:
             raise ValueError(
                 f"repairs has no effect with max_turns: {self.max_turns}; a mistake, its repair and the "

@@ -89,8 +89,7 @@ def generate(
         "skills": None if skills is None else tuple(skills),
         "max_answer_chars": max_answer_chars,
     }
-    configured(GenerateConfig, keys, "generate")
-    maker = TaskMaker(split, combined, max_answer_chars, plain)
+    maker = TaskMaker(configured(GenerateConfig, keys, "generate"))
     entries = {}
     for i in range(num_tasks):
         focus = skills[i % len(skills)] if skills else None
@@ -119,15 +118,8 @@ class Draft:
 class TaskMaker:
     """Draws tasks one after the other, and remembers the statements' skeletons so that they do not repeat."""
 
-    def __init__(
-        self,
-        split: SplitName,
-        combined: float = COMBINED,
-        max_answer_chars: int = MAX_ANSWER_CHARS,
-        plain: bool = False,
-    ) -> None:
-        self.split, self.combined, self.max_answer_chars = SPLITS[split], combined, max_answer_chars
-        self.plain = plain
+    def __init__(self, config: GenerateConfig) -> None:
+        self.config, self.split = config, SPLITS[config.split]
         self._skeletons: Counter[str] = Counter()
         self._instructions: set[str] = set()
 
@@ -165,11 +157,11 @@ class TaskMaker:
             if tries <= 0:
                 tries = _TRIES_OF_SHAPE
                 try:
-                    shape = shape_for(skill, self.combined, self.split.composition, rng)
+                    shape = shape_for(skill, self.config.combined, self.split.composition, rng)
                 except LookupError as error:
                     raise AgentPeftError(str(error)) from None
             most = rng.choices(list(_MOST_ROWS), list(_MOST_ROWS.values()))[0]
-            schema = draw_schema(rng, self.split.words_held_out, self.plain)
+            schema = draw_schema(rng, self.split.words_held_out, self.config.plain)
             rows = draw_rows(schema, rng)
             if shape.statement == "select" and not (
                 shape.where or shape.limit or shape.groups or shape.aggregates
@@ -177,13 +169,13 @@ class TaskMaker:
                 rows = rows[: rng.randint(5, max(most, 8))]  # the answer has them all
             tries -= 1
             table = Scratch(schema, rows)
-            sampler = StatementSampler(schema, rows, table.query, rng, self.plain)
+            sampler = StatementSampler(schema, rows, table.query, rng, self.config.plain)
             try:
                 for _ in range(_TRIES_OF_TABLE):
                     found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)
                     if found is not None:
                         plan, answer = found
-                        derivation = Derivation(rng, side=self.split.phrases, plain=self.plain)
+                        derivation = Derivation(rng, side=self.split.phrases, plain=self.config.plain)
                         instruction = Phrasing(schema, derivation).say(plan)
                         if instruction not in self._instructions:
                             self._instructions.add(instruction)
@@ -224,7 +216,7 @@ class TaskMaker:
         answer = table.answer(statement)
         usable = (
             answer is not None
-            and _is_worth_asking(statement, answer, sampler.rows, most, self.max_answer_chars)
+            and _is_worth_asking(statement, answer, sampler.rows, most, self.config.max_answer_chars)
             and every_part_matters(statement, answer, table.answer)
             and is_determined(statement, sampler.schema.columns, table.answer)
             and _is_stable(statement, answer, sampler)
