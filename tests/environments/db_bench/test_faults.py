@@ -54,12 +54,7 @@ def weather(database, episodes, every):
     return found
 
 
-@pytest.mark.slow
-def test_faults_reach_no_other_episode_and_pay_nobody(mariadb):
-    weather(mariadb, 32, 8)
-
-
-def test_the_same_on_sqlite():
+def test_faults_reach_no_other_episode_and_pay_nobody():
     weather("sqlite", 24, 8)
 
 

@@ -113,11 +113,6 @@ def storm(tmp_path, episodes, kills, trouble):
 
 
 @pytest.mark.slow
-def test_fifty_episodes_and_a_server_that_is_killed(tmp_path):
-    storm(tmp_path, episodes=50, kills=1, trouble=0.15)
-
-
-@pytest.mark.slow
 def test_a_thousand_episodes(tmp_path):
     storm(tmp_path, episodes=1000, kills=4, trouble=0.1)
 

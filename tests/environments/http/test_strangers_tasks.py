@@ -493,13 +493,6 @@ def play_hostile_replies(serving, episodes):
 
 
 @pytest.mark.slow
-def test_hostile_replies_leave_nothing(serving):
-    grown, descriptors = play_hostile_replies(serving, 60)
-    assert grown < 64 << 20
-    assert descriptors <= 0
-
-
-@pytest.mark.slow
 def test_a_thousand_hostile_replies_leave_nothing(serving):
     grown, descriptors = play_hostile_replies(serving, 1000)
     assert grown < 32 << 20
