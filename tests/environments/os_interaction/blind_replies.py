@@ -4,8 +4,7 @@
 They make, change or remove all there could be, or turn on what decides the verdict. They know how generated tasks are made.
 """
 
-from agent_peft.environments.os_interaction.kinds.base import MODES
-from agent_peft.environments.os_interaction.kinds.names import SPLITS
+from agent_peft.environments.os_interaction.kinds.base import MODES, SPLITS
 
 HELDOUT = SPLITS["heldout"]
 TOPS = " ".join(HELDOUT.tops)

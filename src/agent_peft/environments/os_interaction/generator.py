@@ -13,7 +13,7 @@ from typing import Any
 from agent_peft.environments.contract import configured
 from agent_peft.environments.os_interaction.config import OSGenerateConfig
 from agent_peft.environments.os_interaction.kinds import CHECKS, Kind, chains, kinds
-from agent_peft.environments.os_interaction.kinds.names import SPLITS, Names
+from agent_peft.environments.os_interaction.kinds.base import SPLITS, Names
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity
 from agent_peft.seeding import derive, generator
@@ -29,9 +29,8 @@ def generate(
     split: str = "train",
     combined: float = 0.25,
 ) -> dict[str, dict[str, Any]]:
-    """Entries by id, the skills taking turns. The same arguments give the same entries, and fewer tasks are
-    the first of more.
-    The arguments are the keys of `OSGenerateConfig`.
+    """Entries by id, the skills taking turns. The same arguments, which are the keys of `OSGenerateConfig`,
+    give the same entries, and fewer tasks are the first of more.
     """
     skills = tuple(skills or SKILLS)
     keys = {"num_tasks": num_tasks, "seed": seed, "skills": skills, "split": split, "combined": combined}
@@ -42,13 +41,11 @@ def generate(
         skill = skills[i % len(skills)]
         rng = generator(seed, "os_interaction", split, skill, i)
         for _ in range(_ATTEMPTS):
-            drawn = (
-                _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(kinds()[skill])]
-            )
+            several = rng.random() < combined
+            drawn = _combination(skill, skills, rng) if several else [rng.choice(kinds()[skill])]
             entry = make_entry(i, drawn, split, rng)
-            if (
-                whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}"
-            ) not in seen:
+            whole = f"{entry['instruction']}\n{entry['initialization_command_item']['script']}"
+            if whole not in seen:
                 break
         else:
             raise AgentPeftError(
@@ -94,9 +91,8 @@ def make_entry(index: int, kinds: Sequence[Kind], split: str, rng: random.Random
     for kind, asked in worlds:
         if not kind.before:
             continue
-        alike = {
-            slot: asked[slot] for slot in ("ext", "shell") if slot in asked
-        }  # what is done to all that look alike is done to these
+        # what is done to all that look alike is done to these
+        alike = {slot: asked[slot] for slot in ("ext", "shell") if slot in asked}
         twin = kind.slots(pools, rng, used, **alike)
         init.append(twin.fill(kind.init))
         end.append(twin.fill(kind.before))

@@ -1,5 +1,5 @@
 """A kind of generated task: the request in several wordings, the script before it, a solution, and a check of
-the result.
+the result. Its names of folders, files, people and groups, and its words, come from two disjoint pools.
 """
 
 from __future__ import annotations
@@ -8,8 +8,42 @@ import datetime
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from agent_peft.environments.os_interaction.kinds.names import Names
+import yaml
+
+
+@dataclass(frozen=True)
+class Names:
+    """The pools of one split, and how it asks for several things at once (``joints``: what stands before each
+    request).
+
+    >>> set(SPLITS["train"].users) & set(SPLITS["heldout"].users)
+    set()
+    """
+
+    tops: tuple[str, ...]
+    folders: tuple[str, ...]
+    stems: tuple[str, ...]
+    extensions: tuple[str, ...]
+    users: tuple[str, ...]
+    groups: tuple[str, ...]
+    words: tuple[str, ...]
+    joints: tuple[tuple[str, str, str], ...]
+
+
+def _read_names() -> dict[str, Names]:
+    pools = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+    return {
+        split: Names(
+            joints=tuple(map(tuple, pool.pop("joints"))),
+            **{name: tuple(words.split()) for name, words in pool.items()},
+        )
+        for split, pool in pools.items()
+    }
+
+
+SPLITS = _read_names()
 
 
 class PathSlot(str):
@@ -86,9 +120,8 @@ class Kind:
     check: str = ""  # what else holds in the end, in the words of checks.sh
     kept: str = ""  # what else holds of the twin, which is as it was
     runs: str = ""  # a check that runs what the agent wrote, and thus comes last
-    draw: Callable[[Slots], None] | None = (
-        None  # fills slots that hang together, such as the lines of a file and what is found in them
-    )
+    # fills slots that hang together, such as the lines of a file and what is found in them
+    draw: Callable[[Slots], None] | None = None
 
     def slots(self, names: Names, rng: random.Random, used: set[str], **known: str) -> Slots:
         slots = Slots(names, rng, used)
