@@ -56,10 +56,7 @@ def load_environment(
     else:
         settings = dict(environment if isinstance(environment, Mapping) else environment.model_dump())
     kind = settings.get("kind") or None
-    try:
-        loaded_class = environment_class(kind)
-    except ValueError as error:
-        raise AgentPeftError(f"environment: {error}") from error
+    loaded_class = named_class(kind)
     if isinstance(environment, loaded_class.config_class) and not keys:
         config = environment
     else:
@@ -91,6 +88,14 @@ def environment_class(kind: object) -> type[Environment]:
         return named
     fault = "names no kind" if kind is None else f"there is no kind {kind!r}"
     raise ValueError(f"{fault}; {nearest(kind or '', ENVIRONMENTS.keys(), CUSTOM)}")
+
+
+def named_class(kind: object) -> type[Environment]:
+    """`environment_class` for a user's own call: there is no such kind is an `AgentPeftError`."""
+    try:
+        return environment_class(kind)
+    except ValueError as error:
+        raise AgentPeftError(f"environment: {error}") from error
 
 
 class UncheckedEnvironmentConfig(EnvironmentConfig):

@@ -128,8 +128,8 @@ class ChatEpisode(Episode):
         self,
         opening: Sequence[Message],
         following: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        native: bool = False,
+        tools: Sequence[Mapping[str, Any]],
+        native: bool,
     ) -> None:
         self._opening, self._following, self.tools, self._native = opening, following, tools, native
         self._place = 0

@@ -174,9 +174,8 @@ class GSM8K(TableEnvironment):
             return []
         questions = {task.content["question"].strip() for task in self._tasks}
         pool = left_out if config.examples_from is None else self.read(config.examples_from, None)
-        usable = [
-            task for task in pool if task.content["question"].strip() not in questions
-        ]  # a problem never shows its own solution
+        # a problem never shows its own solution
+        usable = [task for task in pool if task.content["question"].strip() not in questions]
         if len(usable) < config.examples:
             place = (
                 "are left out by num_tasks and offset"

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments import ENVIRONMENTS, Environment, environment_class, load_environment
+from agent_peft.environments import ENVIRONMENTS, load_environment, named_class
 from agent_peft.environments.base import Inspection
 from agent_peft.environments.conformance import violations_of
 from agent_peft.environments.contract import MAX_CHECKED_TASKS, configured
@@ -17,7 +17,7 @@ from agent_peft.types import AgentPeftError
 
 def generate_tasks(kind: str, /, **keys: Any) -> Mapping[str, Mapping[str, Any]]:
     """The entries of a task file, by id. ``keys`` are those of the class's ``task_files.generate_config``."""
-    generate, config_class = _operation(kind, "generate"), _class_of(kind).task_files.generate_config
+    generate, config_class = _operation(kind, "generate"), named_class(kind).task_files.generate_config
     entries: Mapping[str, Mapping[str, Any]] = generate(**dict(configured(config_class, keys, "generate")))
     return entries
 
@@ -32,7 +32,7 @@ def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
         "cause"}], "violations": [line]}``: three counts, the tasks that cannot be used, those whose
         evaluation has a weakness, and the breaches of the contract.
     """
-    environment, violations = _class_of(kind), []
+    environment, violations = named_class(kind), []
     if environment.task_files.inspect is not None:
         config = configured(environment.config_class, {"kind": kind, **keys})
         inspections = environment.task_files.inspect(config)
@@ -79,15 +79,8 @@ def _up_to(
             return
 
 
-def _class_of(kind: str) -> type[Environment]:
-    try:
-        return environment_class(kind)
-    except ValueError as error:
-        raise AgentPeftError(f"environment: {error}") from error
-
-
 def _operation(kind: str, name: str) -> Any:
-    operation = getattr(_class_of(kind).task_files, name)
+    operation = getattr(named_class(kind).task_files, name)
     if operation is None:
         able = [other for other, row in ENVIRONMENTS.items() if getattr(row.task_files, name)]
         raise AgentPeftError(f"{kind} has no tasks to {name}; choose {' or '.join(able)}")

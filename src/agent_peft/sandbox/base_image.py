@@ -86,9 +86,7 @@ class BaseImage:
                 status = os.lstat(layer + path.removeprefix(b"/usr"))
             except OSError:
                 continue
-            return (
-                None if stat.S_ISCHR(status.st_mode) else (status.st_ctime_ns, stat.S_ISDIR(status.st_mode))
-            )
+            return None if stat.S_ISCHR(status.st_mode) else _state(status)
         return None
 
     def protected(self, script: str) -> list[tuple[str, str]]:

@@ -85,11 +85,10 @@ def config(
         script: the arguments of its process 1.
     """
     megabytes = limits.memory_mb * (1 if inspection is None else 2)  # the agent may have filled its own
-    seen = "" if inspection is None else ",hidepid=2"
     mounts = [
         *_overlay("/", folder, "", layers, megabytes * 3 // 8),
         *_overlay("/usr", folder, "usr/", usr_layers, megabytes // 16, read_only=inspection is not None),
-        _mount("/proc", "proc", "nosuid", "nodev", "noexec", *([seen.strip(",")] if seen else [])),
+        _mount("/proc", "proc", "nosuid", "nodev", "noexec", *(() if inspection is None else ("hidepid=2",))),
         _mount("/dev", "tmpfs", "nosuid", "mode=755", "size=64k", "ro"),
         _mount(
             "/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "max=64"

@@ -243,12 +243,8 @@ def where(engine: str) -> str:
     program = shutil.which(engine)
     if program is None:
         raise AgentPeftError(f"sandbox: {engine} is not installed, or not on PATH")
-    command = [
-        program,
-        "version",
-        "--format",
-        "{{.Server.Version}}" if engine == "docker" else "{{.Client.Version}}",
-    ]
+    side = "Server" if engine == "docker" else "Client"
+    command = [program, "version", "--format", f"{{{{.{side}.Version}}}}"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:

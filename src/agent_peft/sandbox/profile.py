@@ -54,7 +54,7 @@ def seccomp(listener: str | None = None, machine: str | None = None) -> dict[str
     asked = ("execve", "execveat") if listener is not None else ()
     rules = [_allow(names) for names in _allowed(content, processor, asked)]
     rules += [
-        {**rule, "args": rule["args"]}
+        rule
         for rule in content["syscalls"]
         if rule["action"] == "SCMP_ACT_ALLOW" and rule["names"] == ["personality"]
     ]

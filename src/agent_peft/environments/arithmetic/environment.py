@@ -72,15 +72,13 @@ class ArithmeticConfig(EnvironmentConfig):
     @classmethod
     def _ascending(cls, digits: Any) -> Any:
         numbers = digits if isinstance(digits, list | tuple) and len(digits) == 2 else [digits]
-        if not all(type(number) is int and 1 <= number <= MAX_DIGITS for number in numbers) or sorted(
-            set(numbers)
-        ) != list(numbers):
+        valid = all(type(number) is int and 1 <= number <= MAX_DIGITS for number in numbers)
+        if not valid or sorted(set(numbers)) != list(numbers):
             raise ValueError(
                 f"{digits!r:.50} is neither a number from 1 to {MAX_DIGITS} nor two of them, [low, high]"
             )
-        return (
-            tuple(digits) if isinstance(digits, list) else digits
-        )  # a file has lists only, and types are strict
+        # a file has lists only, and types are strict
+        return tuple(digits) if isinstance(digits, list) else digits
 
 
 class Arithmetic(Environment):

@@ -47,9 +47,8 @@ class Permutation:
         while True:
             left, right = divmod(index, radix)
             for key in self._keys:
-                mixed = (
-                    (right ^ key) * 0x9E3779B97F4A7C15
-                ) & _MASK  # a finalizer as of splitmix64, with a key
+                # a finalizer as of splitmix64, with a key
+                mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _MASK
                 mixed = ((mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93) & _MASK
                 left, right = right, (left + (mixed ^ mixed >> 32)) % radix
             index = left * radix + right

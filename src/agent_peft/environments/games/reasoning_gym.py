@@ -23,19 +23,10 @@ PROMPT = "Think step by step. Then write the final answer between <answer> and <
 RUNS = "its scorer runs the agent's answer as Python code"  # with eval, or with sympy's parse_expr
 HASHES = "its problems change with PYTHONHASHSEED, so a run that is resumed would have others"
 FAULTS = {
-    "binary_matrix": RUNS,
-    "countdown": RUNS,
-    "intermediate_integration": RUNS,
-    "n_queens": RUNS,
-    "polynomial_multiplication": RUNS,
-    "puzzle24": RUNS,
-    "simple_integration": RUNS,
-    "spiral_matrix": RUNS,
-    "string_insertion": RUNS,
-    "isomorphic_strings": HASHES,
-    "knight_swap": HASHES,
-    "ransom_note": HASHES,
-    "word_ladder": HASHES,
+    **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), RUNS),
+    **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), RUNS),
+    **dict.fromkeys(("spiral_matrix", "string_insertion"), RUNS),
+    **dict.fromkeys(("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder"), HASHES),
     "list_functions": "its problems change from load to load",
     "coin_flip": "its scorer takes 0 for every probability below 1",
     "complex_arithmetic": "its scorer takes nan for every number",

@@ -24,9 +24,8 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_HOST = re.compile(
-    r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?"
-)  # of Host or Origin
+# of Host or Origin
+_HOST = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
 
 FREE = frozenset({"/api/ping", "/health"})  # need no token: they reveal nothing
 LINES, SECONDS = 20, 60.0  # log lines of one place in the code, and in what time

@@ -57,9 +57,8 @@ OPENENV_CODES = {
     BROKEN: "EXECUTION_ERROR",
 }  # all others are VALIDATION_ERROR
 
-_STRINGS = re.compile(
-    rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL
-)  # one that does not end goes to the end, or many would be tried
+# one that does not end goes to the end, or many would be tried
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _REWARDS = {Outcome.CORRECT: 1.0, Outcome.INCORRECT: 0.0, Outcome.UNKNOWN: None}
 
@@ -76,9 +75,8 @@ def _is_object(value: Any) -> Mapping[str, Any]:
     return value
 
 
-Text = Annotated[
-    str, PlainValidator(_is_text), WithJsonSchema({"type": "string"})
-]  # pydantic's own str refuses lone surrogates
+# pydantic's own str refuses lone surrogates
+Text = Annotated[str, PlainValidator(_is_text), WithJsonSchema({"type": "string"})]
 Object = Annotated[Mapping[str, Any], PlainValidator(_is_object), WithJsonSchema({"type": "object"})]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Number = Annotated[float, Field(strict=True)]  # true and "1" are none
@@ -90,9 +88,8 @@ class _Message(Config):
     @model_validator(mode="before")
     @classmethod
     def _has_few_keys(cls, content: Any) -> Any:
-        if (
-            isinstance(content, Mapping) and len(content) > 100
-        ):  # each unknown one is an error that takes memory
+        # each unknown one is an error that takes memory
+        if isinstance(content, Mapping) and len(content) > 100:
             raise ValueError("has more than 100 keys")
         return content
 
@@ -309,9 +306,8 @@ def check_json(text: bytes | bytearray, nodes: int = MAX_NODES) -> None:
     """
     if b"\0" in text:
         raise ValueError("it is not JSON in UTF-8")
-    outside = _STRINGS.sub(
-        b"", text, 2 * nodes + 2
-    )  # so many texts, keys included, stand between so many commas
+    # so many texts, keys included, are between so many commas
+    outside = _STRINGS.sub(b"", text, 2 * nodes + 2)
     if sum(map(outside.count, (b",", b"[", b"{"))) > nodes:
         raise ValueError(f"it has more than {nodes} commas and brackets")
     depths = accumulate(1 if bracket in b"[{" else -1 for bracket in outside.translate(None, _NO_BRACKETS))

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,12 +31,6 @@ _COMPARISONS = {f"check/{comparison}.py": comparison for comparison in AnswerChe
 def is_entry(entry: Mapping[str, Any]) -> bool:
     """Whether an entry is one of AgentBench's."""
     return "description" in entry and "evaluation" in entry
-
-
-def check_shape(name: str, entry: Mapping[str, Any]) -> None:
-    """Check the form of an entry. An entry that is only unusable here passes."""
-    with contextlib.suppress(Unusable):
-        read_problem(name, entry)
 
 
 def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
@@ -87,11 +80,8 @@ def _read(file: str, folder: Path) -> str | None:
     """A file below ``folder``; None where it is not there, elsewhere, or too large."""
     try:
         path = (folder / file).resolve()
-        if (
-            PurePosixPath(file).is_absolute()
-            or not path.is_relative_to(folder.resolve())
-            or not path.is_file()
-        ):
+        below = not PurePosixPath(file).is_absolute() and path.is_relative_to(folder.resolve())
+        if not below or not path.is_file():
             return None
         with open(path, encoding="utf-8", errors="replace") as script:
             code = script.read(MAX_SCRIPT + 1)
@@ -160,8 +150,5 @@ def _script(name: str, key: str, script: Any) -> Script:
 
 def _short(value: Any) -> str:
     """A piece of somebody's entry as it may stand in a line of ours."""
-    return (
-        value
-        if isinstance(value, str) and value.isprintable() and len(value) <= 80
-        else f"{str(value)[:80]!r}"
-    )
+    short = isinstance(value, str) and value.isprintable() and len(value) <= 80
+    return str(value) if short else f"{str(value)[:80]!r}"

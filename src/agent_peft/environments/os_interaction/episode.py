@@ -37,9 +37,8 @@ class OSEpisode(Episode):
         self._turns = 0
         self._done = False
         self._clock = Clock(config.episode_seconds)
-        self._lock = (
-            threading.RLock()
-        )  # a machine's descriptors must not be closed, and given to another's, while a step reads them
+        # a machine's descriptors must not be closed, and given to another's, while a step reads them
+        self._lock = threading.RLock()
 
     def start(self) -> Sequence[Message]:
         problem, config = self._problem, self._config

@@ -95,11 +95,9 @@ def matches(expected: Matches, answer: str) -> bool:
     (True, True)
     """
     said = answer.strip() if expected.strip else answer
-    return (
-        said == expected.answer
-        if expected.answer is not None
-        else expressions.found(expected.regex or "", said)
-    )
+    if expected.answer is not None:
+        return said == expected.answer
+    return expressions.found(expected.regex or "", said)
 
 
 def matches_truth(how: AnswerCheck, answer: str, truth: str) -> bool:

@@ -62,9 +62,8 @@ def _fault_of_gold(problem: ShellProblem, config: OSInteractionConfig) -> str | 
         return f"its ground truth takes longer than episode_seconds = {config.episode_seconds:g}"
     if not all(result.valid for result in results):
         return "its ground truth cannot be written as a reply"
-    said = [
-        line for line in results[0].observation.splitlines() if not re.fullmatch(r"\[\d+\][+-]? +\d+", line)
-    ]  # no process numbers
+    lines = results[0].observation.splitlines()
+    said = [line for line in lines if not re.fullmatch(r"\[\d+\][+-]? +\d+", line)]  # no process numbers
     return f"the evaluation fails after the ground truth{f' ({said[-1][:100]})' if said else ''}"
 
 

@@ -8,12 +8,20 @@ An entry of LifelongAgentBench is ``{"instruction", "skill_list"?, "initializati
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agent_peft.environments.os_interaction import agentbench
 from agent_peft.environments.os_interaction.agentbench import bring_files
-from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Script, ShellProblem, is_typable
+from agent_peft.environments.os_interaction.problems import (
+    SKILLS,
+    Exits,
+    Script,
+    ShellProblem,
+    Unusable,
+    is_typable,
+)
 from agent_peft.environments.task_files.reading import object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
@@ -47,9 +55,7 @@ def task_of(name: str, entry: Any) -> Task:
     skills = entry.get(key) or []
     if not isinstance(skills, list | tuple) or not all(isinstance(skill, str) for skill in skills):
         raise wrong(name, key, "a list of skill names")
-    if agentbench.is_entry(entry):
-        agentbench.check_shape(name, entry)
-    else:
+    with suppress(Unusable):  # an entry that is only unusable here passes
         read_problem(name, entry)
     return Task(id=name, skills=by_rarity(skills), content=entry)
 

@@ -111,7 +111,7 @@ class Wording:
         rows = self.draw.say("rows_where", m=self.schema.entity.plural, **self._condition(query.where))
         return self.draw.say("overall_of", a=aggregate, rows=rows)
 
-    def _value(self, value: Any, column: Expression | None = None, bare: bool = False) -> str:
+    def _value(self, value: Any, column: Expression | None = None) -> str:
         if isinstance(value, Column | Aggregate | Calculation | Scalar):
             return self._expression(value)
         if isinstance(value, str) and isinstance(column, Column | Aggregate) and _is_date(value):
@@ -121,7 +121,6 @@ class Wording:
                 return f"{month} {day.day}, {day.year}"
             if self.date == "british":
                 return f"{day.day} {month} {day.year}"
-            return value if bare else f"{self.quote}{value}{self.quote}"
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else str(value)
 
     def _count(self, number: int) -> str:

@@ -89,11 +89,6 @@ class DatabaseServer:
             self.needs_ping = False
         return self.private.running
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the private server's disk has no room for another table."""
-        return self.private is not None and self.private.is_full
-
     @contextlib.contextmanager
     def administrator(self) -> Iterator[Client]:
         """A connection of the account that makes the others. One that fails is not used again."""

@@ -165,7 +165,8 @@ class ServerDatabase:
         return self._public(error.message)
 
     def _is_failure(self, error: ServerError) -> bool:
-        return error.is_failure or (error.may_be_full and self._server.is_full)
+        private = self._server.private
+        return error.is_failure or (error.may_be_full and private is not None and private.is_full)
 
     def _failed(self, error: ServerError) -> InfrastructureError:
         self._stopped = self._server.needs_ping = True
