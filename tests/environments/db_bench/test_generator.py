@@ -305,15 +305,16 @@ def test_the_sql_is_in_the_common_dialect(entries):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0), "generate.num_tasks: .* greater than 0"),
-        ((1, 0, ["joins"]), "joins"),
-        ((1, 0, ["insert"], "test"), "generate.split: .*'heldout'"),
-        ((1, 0, ["insert"], "train", 1.5), "generate.combined: .* less than or equal to 1"),
+        ({"num_tasks": 0}, "generate.num_tasks: .* greater than 0"),
+        ({"skills": ["joins"]}, "joins"),
+        ({"skills": ["insert"], "split": "test"}, "generate.split: .*'heldout'"),
+        ({"skills": ["insert"], "combined": 1.5}, "generate.combined: .* less than or equal to 1"),
+        ({"skill": ["insert"]}, "generate.skill: .* did you mean 'skills'"),
     ],
 )
 def test_wrong_arguments_are_told(arguments, message):
     with pytest.raises(AgentPeftError, match=message):
-        generate(*arguments)
+        generate(**{"num_tasks": 1, "seed": 0, **arguments})
 
 
 @pytest.mark.parametrize(

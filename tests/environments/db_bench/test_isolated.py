@@ -22,7 +22,7 @@ from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.tasks import read_entry
-from agent_peft.environments.db_bench.worker import Channel, frame
+from agent_peft.environments.db_bench.worker import frame
 from agent_peft.types import InfrastructureError, Outcome, StopReason
 from tests.conftest import case
 
@@ -290,7 +290,7 @@ def test_an_answer_of_the_worker_that_is_none_ends_the_database(monkeypatch):
         database = open_database()
         near, far = socket.socketpair()
         database._worker.close()
-        database._worker = isolated.Worker(Channel(far))
+        database._worker = isolated.Worker(far)
         near.sendall(sent)
         near.close()
         with pytest.raises(DatabaseStopped):

@@ -14,7 +14,6 @@ from agent_peft.environments.task_files.selection import TaskSourceConfig, skill
 from agent_peft.environments.templates import with_placeholders
 
 COMBINED = 0.75  # the share of tasks that show more than their skill needs
-MAX_ANSWER_CHARS = 400
 SplitName = Literal["train", "words", "phrasing", "composition", "heldout"]
 REPAIR_TURNS = 3  # a mistake, the statement, and the answer
 
@@ -44,7 +43,7 @@ class GenerateConfig(Config):
         COMBINED, ge=0, le=1, description="share of tasks that may show more skills than their own"
     )
     max_answer_chars: int = Field(
-        MAX_ANSWER_CHARS, ge=40, description="maximum characters of the rows that answer a question"
+        400, ge=40, description="maximum characters of the rows that answer a question"
     )
     plain: bool = Field(
         False,

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from agent_peft.environments.contract import configured
-from agent_peft.environments.db_bench.config import COMBINED, MAX_ANSWER_CHARS, GenerateConfig, SplitName
+from agent_peft.environments.db_bench.config import GenerateConfig, SplitName
 from agent_peft.environments.db_bench.database import Row, other_orders
 from agent_peft.environments.db_bench.generation.conditions import Unsatisfiable
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
@@ -72,23 +72,14 @@ _ATTEMPTS = 300
 
 
 def generate(
-    num_tasks: int,
-    seed: int,
-    skills: Sequence[str] | None = None,
-    split: SplitName = "train",
-    combined: float = COMBINED,
-    max_answer_chars: int = MAX_ANSWER_CHARS,
-    plain: bool = False,
+    num_tasks: int, seed: int, skills: Sequence[str] | None = None, split: SplitName = "train", **others: Any
 ) -> dict[str, dict[str, Any]]:
-    """Entries by id. The same arguments (`GenerateConfig`) give the same entries, and fewer are the first of
-    more. ``skills`` take turns as the primary skill, or in a held-out composition as one of the skills.
+    """Entries by id. The same arguments, which are the keys of `GenerateConfig`, give the same entries, and
+    fewer are the first of more. ``skills`` take turns as the primary skill, or in a held-out composition as
+    one of the skills.
     """
-    keys: dict[str, Any] = {"num_tasks": num_tasks, "seed": seed, "split": split, "combined": combined}
-    keys |= {
-        "plain": plain,
-        "skills": None if skills is None else tuple(skills),
-        "max_answer_chars": max_answer_chars,
-    }
+    drawn = None if skills is None else tuple(skills)
+    keys = {"num_tasks": num_tasks, "seed": seed, "skills": drawn, "split": split, **others}
     maker = TaskMaker(configured(GenerateConfig, keys, "generate"))
     entries = {}
     for i in range(num_tasks):

@@ -77,7 +77,7 @@ class IsolatedDatabase:
         return _as_rows(self._ask(_TABLE, self._seconds))
 
     def reset(self) -> None:
-        if self._closed or not self._worker.send(_RESET):
+        if self._closed or not self._worker.post(_RESET):
             raise DatabaseStopped(StopReason.CRASHED)
 
     def close(self) -> None:
@@ -102,29 +102,26 @@ class WorkerGone(Exception):
     """A worker died, or did not answer in time."""
 
 
-class Worker:
+class Worker(Channel):
     """One worker, from outside, which ends when it is closed. Used by one thread at a time."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._owes = False  # an answer: the caller was interrupted while it waited
-        self.set_timeout, self.close = channel.set_timeout, channel.close
+    _owes = False  # an answer: the caller was interrupted while it waited
 
     def ask(self, request: bytes) -> Any:
         """Send a request, and return the answer. Raises `WorkerGone`."""
         self._owes = True
         try:
-            self._channel.send(request)
-            answer = self._channel.receive()
+            self.send(request)
+            answer = self.receive()
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise WorkerGone from error
         self._owes = False
         return answer
 
-    def send(self, request: bytes) -> bool:
+    def post(self, request: bytes) -> bool:
         """Send a request that has no answer. Returns whether the worker took it, and owes none."""
         with contextlib.suppress(OSError):
-            self._channel.send(request)
+            self.send(request)
             return not self._owes
         return False
 
@@ -166,7 +163,7 @@ class ForkServer:
             if self._caller.fileno() < 0:  # another thread has closed it
                 raise ConnectionError("it was closed") from error
             raise
-        worker = Worker(Channel(ours))
+        worker = Worker(ours)
         _workers.add(worker)
         return worker
 
@@ -212,7 +209,7 @@ def acquire(opening: bytes) -> tuple[Worker, Any]:
 
 def release(worker: Worker) -> None:
     """Have a worker drop its database and wait for more work, or end."""
-    if len(_idle) < _MAX_IDLE and worker.send(_CLOSE):
+    if len(_idle) < _MAX_IDLE and worker.post(_CLOSE):
         _idle.append(worker)
     else:
         worker.close()
