@@ -102,12 +102,10 @@ class Frozen:
         tree, below = _place(path)
         *folders, name = below.split(b"/")
         here = os.dup(self._trees[tree])
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             for folder in folders:
-                above, here = (
-                    here,
-                    os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here),
-                )
+                above, here = here, os.open(folder, flags, dir_fd=here)
                 os.close(above)
             os.unlink(name, dir_fd=here)
         finally:

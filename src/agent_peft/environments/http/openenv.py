@@ -237,11 +237,8 @@ def _texts(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _only_text(schema: Mapping[str, Any], url: str) -> str:
-    listed = schema.get("required")
-    texts, required = (
-        _texts(schema),
-        [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else [],
-    )
+    texts, listed = _texts(schema), schema.get("required")
+    required = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     candidates = [name for name in texts if name in required] or texts
     if len(candidates) == 1 and set(required) <= set(candidates):
         return candidates[0]
