@@ -77,20 +77,19 @@ class DBBenchEpisode(Episode):
 
     def _act(self, database: Database, action: str) -> StepResult:
         self._turns += 1
+        reply: Reply | None = None
         try:
-            reply: Reply | MalformedReply = PROTOCOLS[self._config.protocol].parse(action)
+            reply = PROTOCOLS[self._config.protocol].parse(action)
         except MalformedReply as malformed:
-            reply = malformed
+            why = str(malformed)
         if isinstance(reply, FinalAnswer):
             correct, score = self._grade(reply.text, database)
             outcome = Outcome.CORRECT if correct else Outcome.INCORRECT
             return self._end(StopReason.FINISHED, outcome, valid=True, score=score)
-        valid = not isinstance(reply, MalformedReply)
-        last = self._turns >= self._config.max_turns
-        if last:  # nobody would see what the statement did
-            return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
-        if isinstance(reply, MalformedReply):
-            return StepResult(str(reply), valid=False)
+        if self._turns >= self._config.max_turns:  # nobody would see what the statement did
+            return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid=reply is not None)
+        if reply is None:
+            return StepResult(why, valid=False)
         try:
             with self._clock.running():
                 executed = database.execute(reply.sql, self._clock.left)

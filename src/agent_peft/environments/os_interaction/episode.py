@@ -70,21 +70,21 @@ class OSEpisode(Episode):
 
     def _act(self, sandbox: Sandbox, action: str) -> StepResult:
         self._turns += 1
+        reply: Reply | None = None
         try:
-            reply: Reply | MalformedReply = self._protocol.parse(action)
+            reply = self._protocol.parse(action)
         except MalformedReply as malformed:
-            reply = malformed
+            why = str(malformed)
         if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
             how = "call finish." if self.tools else f"write\n{self._protocol.write(Finish())}"
-            reply = MalformedReply(f"This task asks for no answer. When it is done, {how}")
+            reply, why = None, f"This task asks for no answer. When it is done, {how}"
         if isinstance(reply, Finish):
             done = grade(self._problem, reply.answer, sandbox, self._run_example, self._config.script_timeout)
             return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)
-        valid = isinstance(reply, Command)
         if self._turns >= self._config.max_turns:  # nobody would see what the command did
-            return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
-        if isinstance(reply, MalformedReply):
-            return StepResult(str(reply), valid=False)
+            return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid=reply is not None)
+        if reply is None:
+            return StepResult(why, valid=False)
         with self._clock.running():
             result = sandbox.run(reply.text, min(self._config.command_timeout, self._clock.left))
         if self._clock.ran_out:
