@@ -175,7 +175,17 @@ MISTAKES = [
     (lambda policy, tasks: ap.generate(policy, "1+1=", {"max_tokens": 3}), "no room for a reply"),
     (
         lambda policy, tasks: ap.Stage(algoritm="rloo", steps=1),
-        "stage.algoritm: unknown key; did you mean 'al",
+        "Stage.algoritm: unknown key; did you mean 'al",
+    ),
+    (
+        lambda policy, tasks: ap.TrainingConfig(model="m"),
+        "TrainingConfig.model: unknown key; give one of model_name",
+    ),
+    (lambda policy, tasks: ap.TrainingConfig(model_name="m", lora_r=0), "TrainingConfig.lora_r: must be"),
+    (lambda policy, tasks: ap.LLMConfig(), "LLMConfig.model: is missing"),
+    (
+        lambda policy, tasks: ap.create_rl_dataset(ap.create_rl_dataset("arithmetic"), max_samples=3),
+        "max_samples: has no effect on a dataset that is made",
     ),
     (lambda policy, tasks: ap.Stage(algorithm="rlo", steps=1), "did you mean 'rloo'?"),
     (
@@ -183,7 +193,7 @@ MISTAKES = [
         "learning_rate",
     ),
     (lambda policy, tasks: ap.Stage(algorithm="rloo", steps=1, group_size=1), "group_size: 1 is too small"),
-    (lambda policy, tasks: ap.Trainer(policy, tasks, {"algorithm": "rloo", "step": 1}), "stage.step:"),
+    (lambda policy, tasks: ap.Trainer(policy, tasks, {"algorithm": "rloo", "step": 1}), "Stage.step:"),
     (lambda policy, tasks: ap.Trainer(policy, type(tasks), STAGE), "is a class; give agent_peft.load_env"),
     (lambda policy, tasks: ap.evaluate(policy, type(tasks)), "is a class; give agent_peft.load_environment("),
     (

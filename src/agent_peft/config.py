@@ -37,6 +37,24 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+class PublicConfig(Config):
+    """A configuration that Python users make by calling its class. Bad keys raise ``AgentPeftError``. A
+    section has ``Config`` instead: its errors need the key path of the whole configuration.
+
+    >>> class Limits(PublicConfig):
+    ...     rows: int = 64
+    >>> Limits(row=8)
+    Traceback (most recent call last):
+    agent_peft.types.AgentPeftError: Limits.row: unknown key; did you mean rows?
+    """
+
+    def __init__(self, /, **keys: Any) -> None:
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            raise AgentPeftError(first_error(error, type(self).__name__, type(self))) from error
+
+
 def models_in(annotation: Any) -> list[type[BaseModel]]:
     """The configuration classes that a type names, in their order.
 

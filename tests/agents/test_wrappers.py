@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from agent_peft import (
 )
 from agent_peft.agents.datasets import COLUMNS
 from agent_peft.agents.rewards import as_term
+from agent_peft.agents.training import config_from
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import Message, Outcome, Task, Trajectory, Turn
 
@@ -277,3 +279,12 @@ def test_a_wrong_key_is_one_line(place, keys, says):
 def test_a_model_is_saved_after_it_was_trained(place):
     with pytest.raises(AgentPeftError, match=r"call train\(\) first"):
         SFTTrainerWrapper(model_name=MODEL, dataset=ROWS).save_model()
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "db_bench"])
+def test_fewer_samples_leave_the_tasks_that_measure(name):
+    keys = {"model_name": MODEL, "output_dir": "out", "eval_samples": 20}
+    config = config_from(ap.TrainingConfig(**keys), "sft", ap.create_sft_dataset(name, max_samples=4))
+    with closing(ap.load_environment(config.evaluation.environment)) as environment:
+        assert len(environment.tasks) >= 20
+    assert config.evaluation.num_tasks == 20

@@ -264,6 +264,7 @@ def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
         ("return float('inf')", "returned inf, which is not a finite number"),
         ("return None", "returned None, which is not a finite number"),
         ("return -1e30", "returned -1e+30; beyond 1,000,000 small rewards are lost next to it in float32"),
+        ("return 10 ** 400", "returned 10000000000000000000; beyond 1,000,000 small rewards are lost"),
         ("return '1.0'", "returned '1.0', which is not a finite number"),
         ("return [1.0]", "returned [1.0], which is not a finite number"),
         ("return 1j", "returned 1j, which is not a finite number"),

@@ -186,6 +186,8 @@ def test_curves_have_held_out_points_with_their_intervals(run):
     rate = load_run(run).evaluation("base").report.success
     assert interval.get_segments()[0].ravel().tolist() == pytest.approx([0, rate.low, 0, rate.high])
     assert [line.get_label() for line in panels["loss"].lines][:2] == ["sft, each step", "grpo, each step"]
+    (axes,) = load_run(run).plot("kl").axes
+    assert axes.get_ylabel() == "kl"
     (axes,) = load_run(run).plot(["kl"]).axes
     assert axes.lines[0].get_xydata().tolist() == [[2, 0.1]]
     pyplot.close("all")

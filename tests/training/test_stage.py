@@ -37,11 +37,11 @@ def test_each_task_comes_at_least_as_often_as_epochs_says_and_one_step_less_is_t
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "stage: steps is missing (number of steps: trips through the main loop; set this or epochs)"),
-        ({"steps": 0}, "stage.steps: must be greater than or equal to 1, got 0"),
-        ({"steps": 2, "epochs": 1}, "stage: steps and epochs both set the length of the stage; give one of"),
-        ({"epochs": -1}, "stage.epochs: must be greater than 0, got -1"),
-        ({"epochs": math.nan}, "stage.epochs: must be less than or equal to 1000000, got NaN"),
+        ({}, "Stage: steps is missing (number of steps: trips through the main loop; set this or epochs)"),
+        ({"steps": 0}, "Stage.steps: must be greater than or equal to 1, got 0"),
+        ({"steps": 2, "epochs": 1}, "Stage: steps and epochs both set the length of the stage; give one of"),
+        ({"epochs": -1}, "Stage.epochs: must be greater than 0, got -1"),
+        ({"epochs": math.nan}, "Stage.epochs: must be less than or equal to 1000000, got NaN"),
     ],
 )
 def test_one_of_steps_and_epochs(keys, message):

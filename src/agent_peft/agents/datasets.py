@@ -130,6 +130,8 @@ def find_dataset(
     in the form of our environments, under a name that their content decides.
     """
     if isinstance(dataset, Dataset):
+        if max_samples is not None:
+            raise AgentPeftError("max_samples: has no effect on a dataset that is made; give it where it is")
         return dataset
     if max_samples is not None and not 0 < max_samples <= MAX_ROWS:
         raise AgentPeftError(f"max_samples: must be from 1 to {MAX_ROWS:,}, got {max_samples!r:.40}")
@@ -182,7 +184,8 @@ def _db_bench(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]
     base = {"skills": skills, "combined": 0, "max_answer_chars": 120}
     rest = {"kind": "db_bench", "max_turns": 3, "max_observation_chars": 400}
     keys = rest | {"generate": base | {"split": "train", "num_tasks": max_samples or 800}}
-    heldout = rest | {"generate": base | {"split": "heldout", "seed": 1, "num_tasks": max_samples or 200}}
+    number = (max_samples if _is_test(split) else None) or 200
+    heldout = rest | {"generate": base | {"split": "heldout", "seed": 1, "num_tasks": number}}
     return (heldout, None) if _is_test(split) else (keys, heldout)
 
 

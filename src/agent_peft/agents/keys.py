@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from agent_peft.agents.datasets import NAMES, Form
 from agent_peft.agents.rewards import REWARDS, MathRewardFunction
-from agent_peft.config import Config, first_error
+from agent_peft.config import Config, PublicConfig, first_error
 from agent_peft.environments.task_files.download import MAX_ROWS
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
 from agent_peft.files import MEGABYTE, unique_keys
@@ -62,7 +62,7 @@ class TrainingKeys(Config):
     seed: int = Field(default=0, description="decides the order of tasks and what is drawn")
 
 
-class TrainingConfig(TrainingKeys):
+class TrainingConfig(PublicConfig, TrainingKeys):
     """How a trainer trains. HelloAgents' names ``num_train_epochs`` and ``per_device_train_batch_size`` are
     those of ``num_epochs`` and ``batch_size``.
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import Field
 
-from agent_peft.config import Config
+from agent_peft.config import PublicConfig
 from agent_peft.lookup import install, needed
 from agent_peft.types import AgentPeftError
 
@@ -38,7 +38,7 @@ class AgentTool(Protocol):
     def run(self, parameters: Mapping[str, Any] | str) -> str: ...
 
 
-class LLMConfig(Config):
+class LLMConfig(PublicConfig):
     """The model that an agent thinks with.
 
     >>> LLMConfig(model="runs/mine", local=True).local

@@ -10,14 +10,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
-
 from agent_peft.agents.background import begin
 from agent_peft.agents.datasets import Dataset, find_dataset
 from agent_peft.agents.keys import TrainingConfig, TrainingKeys
 from agent_peft.agents.rewards import as_term, keep, prices_of
 from agent_peft.algorithms import ALGORITHMS
-from agent_peft.config import first_error
 from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
@@ -257,10 +254,7 @@ class SFTTrainerWrapper:
         """
         if config is not None and keys:
             raise AgentPeftError(f"{next(iter(keys))}: is a key of config, which is given, too; set it there")
-        try:
-            self.config = config or TrainingConfig.model_validate(keys)
-        except ValidationError as error:
-            raise AgentPeftError(first_error(error, "", TrainingConfig)) from error
+        self.config = config or TrainingConfig(**keys)
         self.dataset = find_dataset(dataset, folder=Path(self.config.output_dir).parent / "datasets")
         self.result: dict[str, Any] | None = None
 

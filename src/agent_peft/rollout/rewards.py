@@ -141,11 +141,12 @@ def custom_term(config: CustomTermConfig, trajectory: Trajectory) -> float:
         raise AgentPeftError(
             f"{place}: fails at {Path(last.filename).name}:{last.lineno} ({cause}); correct it"
         ) from error
-    if not isinstance(found, numbers.Real) or not math.isfinite(found):
+    number: Any = found if isinstance(found, numbers.Real) else math.nan
+    if not -math.inf < number < math.inf:
         raise AgentPeftError(f"{place}: returned {found!r:.60}, which is not a finite number; return a float")
-    if abs(float(found)) > LARGEST:
-        raise AgentPeftError(f"{place}: returned {float(found):g}; {TOO_LARGE}")
-    return float(found)
+    if abs(number) > LARGEST:  # a whole number may be beyond the floats
+        raise AgentPeftError(f"{place}: returned {number!s:.20}; {TOO_LARGE}")
+    return float(number)
 
 
 def custom_function(kind: str) -> Callable[[Trajectory], Any]:

@@ -103,14 +103,15 @@ class RunRecord:
         """The metrics as a pandas ``DataFrame``, one row for each step."""
         return _frame(self.metrics)
 
-    def plot(self, metrics: Sequence[str] = ()) -> Figure:
+    def plot(self, metrics: str | Sequence[str] = ()) -> Figure:
         """Return a matplotlib figure of success, reward and loss, or of the metrics named, in each step, with
         the points of evaluations and their 95 % intervals.
         """
         from agent_peft.runs.plot import plot_run
 
         reports = [evaluation.report for evaluation in self.evaluations.values()]
-        return plot_run(self.folder, self.metrics, reports, metrics)
+        names = [metrics] if isinstance(metrics, str) else metrics
+        return plot_run(self.folder, self.metrics, reports, names)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name

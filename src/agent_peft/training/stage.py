@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agent_peft.algorithms import (
     Algorithm,
@@ -19,7 +19,7 @@ from agent_peft.algorithms import (
     mean_normalized,
 )
 from agent_peft.algorithms.base import fault_under_lag
-from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
+from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, PublicConfig
 from agent_peft.policies.config import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
@@ -381,7 +381,7 @@ def unused_keys(algorithm: AlgorithmConfig, learn_from: object = "demonstrations
     return {key: row.reason for row in rows for key in row.keys}
 
 
-class Stage(StageConfig):
+class Stage(PublicConfig, StageConfig):
     """A stage for ``Trainer``, from the keys and short forms of a YAML file.
 
     >>> Stage(algorithm="rloo", steps=50, optimizer={"learning_rate": 3e-4}).group_size
@@ -389,10 +389,7 @@ class Stage(StageConfig):
     """
 
     def __init__(self, /, **keys: Any) -> None:
-        try:
-            super().__init__(**keys)
-        except ValidationError as error:
-            raise AgentPeftError(first_error(error, "stage", StageConfig)) from error
+        super().__init__(**keys)
         if self.until is not None and self.until.of_evaluations:
             raise AgentPeftError(
                 f"stage.until.metric: {self.until.metric} is measured by the evaluations of a run, and a "
