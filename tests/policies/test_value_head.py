@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from transformers import AutoModelForCausalLM
 
+from agent_peft import load_policy
 from agent_peft.batch import Batch, collate
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -127,6 +128,14 @@ def test_the_value_loss_reaches_the_adapter(make_policy):
     assert all(bool(gradient.any()) for gradient in trunk), "A and B of every layer"
     assert head is not None and bool(head.all())
     assert all(p.grad is None for p in policy.model.parameters() if not p.requires_grad)
+
+
+def test_the_size_of_a_critic_is_read_without_a_warning(monkeypatch):
+    warnings = []
+    monkeypatch.setattr("transformers.modeling_utils.logger.warning_once", warnings.append)
+    shape = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8}
+    policy = load_policy({"kind": "scratch", "alphabet": "01", "architecture": shape})
+    assert policy.attach_value_head(detach=False).weight.shape == (8,) and not warnings
 
 
 def test_the_first_gradient_is_the_heads_alone(make_policy):

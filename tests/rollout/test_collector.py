@@ -419,13 +419,18 @@ def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine):
     assert collect(engine, environment).defects == 1, "once it acts, a reply might bring that about"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["start", "step"])
-def test_who_wants_to_stop_can_stop(where, error, engine):
-    environment = Counting([2, 2], {"t1": {where: 1}}, error=error)
-    with pytest.raises(error):
+def test_who_wants_to_stop_can_stop(where, engine):
+    environment = Counting([2, 2], {"t1": {where: 1}}, error=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
         collect(engine, environment)
     assert environment.opened == environment.closed
+
+
+def test_an_action_cannot_end_the_program(engine, caplog):
+    environment = Counting([2, 2], {"t1": {"step": 1}}, error=SystemExit)  # argparse, at a command it refuses
+    assert collect(engine, environment).defects == 1
+    assert environment.opened == environment.closed and "SystemExit" in caplog.text
 
 
 def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine):

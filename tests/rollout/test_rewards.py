@@ -269,6 +269,7 @@ def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
         ("return [1.0]", "returned [1.0], which is not a finite number"),
         ("return 1j", "returned 1j, which is not a finite number"),
         ("return {}[\n'x']", "fails at {module}.py:2 (KeyError: 'x'); correct it"),
+        ("raise SystemExit(0)", "fails at {module}.py:2 (SystemExit: 0); correct it"),
     ],
 )
 def test_what_is_no_number_is_told(own, body, told):

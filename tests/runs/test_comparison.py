@@ -103,6 +103,15 @@ def test_runs_without_an_end_are_left_out_and_other_tasks_are_not_tested(tmp_pat
         compare_runs([tmp_path / "c", tmp_path / "d"])
 
 
+def test_runs_of_one_seed_count_once(sweep: Path) -> None:
+    write_run(sweep / "z", 5e-4, 1, (0, 22, 32))
+    fast, slow = compare_runs([sweep]).groups
+    assert (len(fast.measured), slow.values("success")) == (3, [30 / 40, 32 / 40, 28 / 40])
+    write_run(sweep / "zz", 5e-4, 3, (0, 22, 32))
+    assert len(compare_runs([sweep]).groups[1].measured) == 4
+    assert any("has the seed 1 of" in line and "left out" in line for line in compare_runs([sweep]).warnings)
+
+
 def test_the_command(
     sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ line.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_overrides_reach_what_is_measured(trained, monkeypatch, capsys):
         assert [report["success"]["tasks"] for report in reports] == [5] * len(reports)
     assert made == [(torch.bfloat16, 2)] * 3
     assert threads == [3] * 3
+
+
+def test_a_report_that_cannot_be_written_is_shown(trained, capsys, monkeypatch):
+    trained(steps=1)
+
+    def full(place, report):
+        raise OSError(errno.ENOSPC, "No space left on device", str(place))
+
+    monkeypatch.setattr("agent_peft.runs.evaluations.write_evaluation", full)
+    for arguments in ([], ["--json"]):
+        capsys.readouterr()
+        assert run(["evaluate", "run", "--output", "report", *arguments]) == 1
+        shown = capsys.readouterr()
+        assert "success" in shown.out and "No space left on device" in shown.err
 
 
 def test_what_is_merged_is_read_in_the_runs_own_dtype(trained):

@@ -102,12 +102,12 @@ def evaluate(
     settings = load_target_config(target, config, overrides or (), tasks, attempts)
     with Progress(Console(stderr=True)) as progress:
         report = evaluate_target(target, settings, checkpoint=checkpoint, base=base, progress=progress)
-    if output is not None:
-        write_evaluation(output.resolve() / "evaluation.json", report)
     if as_json:
         print_output(report.to_json())
     else:
         _show_tables({" ".join(filter(None, (report.run, report.checkpoint))): report})
+    if output is not None:  # last, so that a full disk does not lose the report
+        write_evaluation(output.resolve() / "evaluation.json", report)
 
 
 def merge(

@@ -132,7 +132,8 @@ class Policy(LanguageModel):
         """
         if self.value_head is None:
             with torch.no_grad():
-                state = self.read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+                one = torch.ones(1, 1, dtype=torch.int64, device=self.device)
+                state = self.padded_states(one, lengths=one[0])
             self.value_head = ValueHead(state.shape[-1]).to(self.device)
         self.value_head.detach_states = detach
         return self.value_head

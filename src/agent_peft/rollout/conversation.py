@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from agent_peft.policies.native import NativeFormat
     from agent_peft.policies.tokenization import ChatTokenizer
 
-# these end the program; no other exception of an environment does
-PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# these end the program; no other exception of an environment does, such as the SystemExit of argparse
+PASSING = (KeyboardInterrupt, GeneratorExit)
 
 
 class ReadReply(NamedTuple):

@@ -133,7 +133,7 @@ def custom_term(config: CustomTermConfig, trajectory: Trajectory) -> float:
     place = f"reward term {config.kind!r}, task {trajectory.task.id!r}"
     try:
         found = custom_function(config.kind)(trajectory)
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # anything may go wrong in there, and a library in Rust may panic
         last = traceback.extract_tb(error.__traceback__)[-1]

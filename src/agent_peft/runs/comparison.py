@@ -195,7 +195,7 @@ def compare_runs(places: Sequence[Path], evaluation: str | None = None) -> RunCo
     if len(kinds) > 1:
         places_of = ", ".join(f"{unit} by {folder}" for unit, folder in kinds.items())
         raise AgentPeftError(f"nothing to compare: the runs measured different things ({places_of})")
-    groups = list(_groups(measured))
+    groups = list(_groups(measured, warnings))
     pairs = _pairs(groups, warnings)
     for group in groups:
         warnings += _collapses(group)
@@ -213,14 +213,20 @@ def _runs(place: Path) -> list[Path]:
     raise AgentPeftError(f"{place}: holds no runs; name run directories, or a folder of them")
 
 
-def _groups(measured: Sequence[Measured]) -> Iterator[Seeds]:
+def _groups(measured: Sequence[Measured], warnings: list[str]) -> Iterator[Seeds]:
     configs = [dict(flat_keys(one.run.config)) for one in measured]
     places = group_seeds(configs)
     settings = differences([configs[first] for first, *_ in places])
     for of_group, own in zip(places, settings, strict=True):
         name = ", ".join(f"{key}={value}" for key, value in own.items())
-        runs = sorted((measured[place] for place in of_group), key=lambda one: str(one.run.config["seed"]))
-        yield Seeds(name or str(measured[of_group[0]].run.folder.parent), own, runs)
+        runs = dict[str, Measured]()
+        for one in (measured[place] for place in of_group):
+            first = runs.setdefault(seed := str(one.run.config["seed"]), one)
+            if first is not one:  # a copy adds no seed
+                twin = f"has the seed {seed} of {first.run.folder}"
+                warnings.append(f"{one.run.folder}: {twin}, and is left out")
+        folder = measured[of_group[0]].run.folder.parent
+        yield Seeds(name or str(folder), own, [runs[seed] for seed in sorted(runs)])
 
 
 def _pairs(groups: Sequence[Seeds], warnings: list[str]) -> dict[tuple[int, int], Comparison]:

@@ -93,3 +93,13 @@ def test_fit():
         match=r"^x: 65 is more than the 64 positions that the model can read .*; set it to 64 or less$",
     ):
         fit(SamplingConfig(max_tokens=65), bound, "x")
+
+
+def test_only_a_chosen_limit_on_replies_is_called_too_high(caplog):
+    bound = bound_of(AutoConfig.for_model("gpt2", n_positions=61))
+    fit(SamplingConfig(), bound)
+    written = SamplingConfig().model_dump() | {"max_tokens": 61}  # as a run's config.yaml has it
+    fit(SamplingConfig(**written), bound)
+    assert not caplog.messages, "it is the default, which nobody can lower where nothing is sampled"
+    fit(SamplingConfig(max_new_tokens=62), bound)
+    assert len(caplog.messages) == 1

@@ -87,7 +87,7 @@ def fit(sampling: SamplingConfig, bound: Bound | None, where: str = "sampling.ma
             f"sampling.max_thinking_tokens: {sampling.max_thinking_tokens} has no effect within "
             f"sampling.max_new_tokens: {sampling.max_new_tokens}; lower it, or raise max_new_tokens"
         )
-    if bound is not None and "max_new_tokens" in sampling.model_fields_set:
+    if bound is not None and sampling.max_new_tokens != SamplingConfig().max_new_tokens:
         _check_new_tokens(sampling.max_new_tokens, bound.positions)
     if bound is None or sampling.max_tokens <= bound.positions:
         return sampling
