@@ -45,7 +45,7 @@ class PublicConfig(Config):
     ...     rows: int = 64
     >>> Limits(row=8)
     Traceback (most recent call last):
-    agent_peft.types.AgentPeftError: Limits.row: unknown key; did you mean rows?
+    agent_peft.types.AgentPeftError: Limits.row: unknown key; did you mean 'rows'?
     """
 
     def __init__(self, /, **keys: Any) -> None:
