@@ -84,14 +84,14 @@ def test_children_that_nobody_waits_for_count(machine):
     code = """
         import os, signal, time
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        end = time.monotonic() + 12
-        while time.monotonic() < end:
+        for _ in range(120):  # 12 seconds of CPU time, however loaded the computer is
             if os.fork() == 0:
                 stop = time.process_time() + 0.1
                 while time.process_time() < stop: pass
                 os._exit(0)
             time.sleep(0.1)
-        print('REACHED')
+        try: os.wait()  # for the last one; the system collects them
+        except ChildProcessError: print('REACHED')
     """
     result = machine.run(python(code), 20)
     assert result.timed_out or result.exit_code == 137, result  # stopped by us or by process 1
