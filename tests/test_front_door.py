@@ -185,7 +185,7 @@ MISTAKES = [
     (lambda policy, tasks: ap.LLMConfig(), "LLMConfig.model: is missing"),
     (
         lambda policy, tasks: ap.create_rl_dataset(ap.create_rl_dataset("arithmetic"), max_samples=3),
-        "max_samples: has no effect on a dataset that is made",
+        "max_samples: has no effect on a Dataset",
     ),
     (lambda policy, tasks: ap.Stage(algorithm="rlo", steps=1), "did you mean 'rloo'?"),
     (

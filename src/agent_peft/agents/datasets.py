@@ -131,7 +131,7 @@ def find_dataset(
     """
     if isinstance(dataset, Dataset):
         if max_samples is not None:
-            raise AgentPeftError("max_samples: has no effect on a dataset that is made; give it where it is")
+            raise AgentPeftError("max_samples: has no effect on a Dataset; set it where you create it")
         return dataset
     if max_samples is not None and not 0 < max_samples <= MAX_ROWS:
         raise AgentPeftError(f"max_samples: must be from 1 to {MAX_ROWS:,}, got {max_samples!r:.40}")

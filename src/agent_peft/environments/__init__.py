@@ -91,7 +91,7 @@ def environment_class(kind: object) -> type[Environment]:
 
 
 def named_class(kind: object) -> type[Environment]:
-    """`environment_class` for a user's own call: there is no such kind is an `AgentPeftError`."""
+    """Return `environment_class(kind)`. An unknown kind raises `AgentPeftError`."""
     try:
         return environment_class(kind)
     except ValueError as error:
