@@ -155,7 +155,8 @@ def evaluate_run(run: Path, keys: Mapping[str, Any], at: Sequence[int], output: 
 
 def _environment(config: TrainConfig, keys: Mapping[str, Any]) -> DBBenchConfig:
     """The real tasks that ``keys`` name, asked in the form that the run was trained in."""
-    changes = {"generate": None, "skills": None, **keys, "max_observation_chars": MAX_OBSERVATION_CHARS}
+    own = {"generate": None, "skills": None, "variations": 0}
+    changes = {**own, **keys, "max_observation_chars": MAX_OBSERVATION_CHARS}
     if not isinstance(config.environment, DBBenchConfig):
         raise SystemExit("this run was not trained on db_bench")
     return config.environment.model_copy(update=changes)

@@ -145,6 +145,7 @@ NAMED: dict[str, str] = {
     "environment.generate": "{path}=null {parent}.tasks=tasks.json",
     "environment.skills": "{path}=[insert]",
     "environment:db_bench.split": "{path}='train[:50%]' {parent}.tasks=tasks.json {parent}.generate=null",
+    "environment:db_bench.variations": "{path}=2 {parent}.tasks=tasks.json {parent}.generate=null",
     "environment:os_interaction.split": "{path}=train {parent}.tasks=tasks.json {parent}.generate=null",
     "environment.generate.skills": "{path}=[insert]",
     "environment:db_bench.generate.combined": "{path}=0.5 {parent}.skills=[insert]",

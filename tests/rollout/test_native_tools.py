@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.base import Environment, Mistake
+from agent_peft.environments.base import Environment
 from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode
 from agent_peft.environments.os_interaction.problems import Matches, ShellProblem
@@ -79,18 +79,6 @@ def test_a_demonstration_is_the_templates_own_text(environment: Environment, dia
         assert (
             trajectory_from_json(task, json.loads(json.dumps(trajectory_to_json(trajectory)))) == trajectory
         )
-
-
-def test_mistakes_and_repairs_are_calls_too() -> None:
-    generate = {"num_tasks": 12}
-    environment = load_environment("db_bench", generate=generate, protocol="native", repairs=1.0)
-    replies = [environment.demonstration(task) or () for task in environment.tasks]
-    task, (wrong, *_) = next(
-        (task, r) for task, r in zip(environment.tasks, replies, strict=True) if isinstance(r[0], Mistake)
-    )
-    trajectory = demonstrate(environment, task, chat_of(TEMPLATE), RewardConfig(), seed=0)
-    assert trajectory.turns[0].mistake and json.loads(wrong)["name"] == "execute_sql"
-    assert trajectory.messages[3].role == "tool" and trajectory.messages[3].content.startswith("Error: ")
 
 
 SELECT = call("execute_sql", query="SELECT 1")

@@ -158,9 +158,8 @@ def test_json_tool_calls(tmp_path):
 
 
 def test_every_reply_of_a_demonstration_follows_the_protocol():
-    env = DBBench(DBBenchConfig(generate={"num_tasks": 4}, protocol="json_tool_calls", repairs=1.0))
+    env = DBBench(DBBenchConfig(generate={"num_tasks": 4}, protocol="json_tool_calls"))
     demonstrations = [env.demonstration(task) for task in env.tasks]
-    assert any(len(replies) == 3 for replies in demonstrations)
     assert all(reply.startswith("<tool_call>") for replies in demonstrations for reply in replies)
 
 

@@ -15,7 +15,6 @@ from agent_peft.environments.templates import with_placeholders
 
 COMBINED = 0.75  # the share of tasks that show more than their skill needs
 SplitName = Literal["train", "words", "phrasing", "composition", "heldout"]
-REPAIR_TURNS = 3  # a mistake, the statement, and the answer
 
 STATEMENT_STEPS = 20_000_000
 USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
@@ -67,6 +66,12 @@ class DBBenchConfig(TaskSourceConfig):
 
     kind: str = "db_bench"
     generate: GenerateConfig | None = Field(None, description="tasks to generate; set this or tasks")
+    variations: int = Field(
+        0,
+        ge=0,
+        description="number of tasks that are made from those of the file, and come after them: their "
+        "questions keep the wording, and have other columns, tables, values, directions and functions",
+    )
     database: str = Field(
         "sqlite",
         description="database that runs the SQL: sqlite; mariadb, a private server that is started with the "
@@ -96,13 +101,6 @@ class DBBenchConfig(TaskSourceConfig):
     max_observation_chars: int = Field(
         1500, ge=40, description="maximum characters of a statement's result; the rest is cut"
     )
-    repairs: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of tasks whose demonstration first makes a mistake, reads the error, and repairs "
-        "it; the mistake and what the repair keeps of it are not learned",
-    )
     statement_seconds: float = Field(2.0, gt=0, description="time limit of one statement in seconds")
     statement_steps: int = Field(
         STATEMENT_STEPS,
@@ -130,6 +128,8 @@ class DBBenchConfig(TaskSourceConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> DBBenchConfig:
+        if self.variations and self.tasks is None:
+            raise ValueError("variations are made of a file's tasks; set tasks, or leave variations out")
         if self.database != "sqlite" and self.statement_steps != STATEMENT_STEPS:
             raise ValueError(
                 "statement_steps has an effect with database: sqlite alone; set statement_seconds"
@@ -142,11 +142,6 @@ class DBBenchConfig(TaskSourceConfig):
                     f"system_prompt is the text of protocol: {name}, and protocol is {self.protocol}; write "
                     "another system_prompt, or leave it out"
                 )
-        if self.repairs and self.max_turns < REPAIR_TURNS:
-            raise ValueError(
-                f"repairs has no effect with max_turns: {self.max_turns}; a mistake, its repair and the "
-                f"answer take {REPAIR_TURNS}"
-            )
         return self
 
 

@@ -10,11 +10,11 @@ from itertools import repeat
 
 from agent_peft.environments.base import Environment, Inspection, TaskFiles
 from agent_peft.environments.db_bench.config import DBBenchConfig, GenerateConfig
-from agent_peft.environments.db_bench.demonstrations import demonstrate
-from agent_peft.environments.db_bench.episode import DBBenchEpisode
+from agent_peft.environments.db_bench.episode import DBBenchEpisode, replies_of, run_gold
 from agent_peft.environments.db_bench.generator import generate
-from agent_peft.environments.db_bench.inspection import inspect
+from agent_peft.environments.db_bench.inspection import answer_of, inspect
 from agent_peft.environments.db_bench.isolated import end_idle
+from agent_peft.environments.db_bench.protocol import PROTOCOLS
 from agent_peft.environments.db_bench.servers import accounts
 from agent_peft.environments.db_bench.tasks import (
     SQLProblem,
@@ -23,9 +23,9 @@ from agent_peft.environments.db_bench.tasks import (
     load_tasks,
     read_entry,
 )
+from agent_peft.environments.db_bench.variations import variations
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.task_files.selection import load_selected, select_usable
-from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class DBBench(Environment):
         known_good = config.generate is not None and config.database == "sqlite"
         causes = repeat(None) if known_good else self._causes(tasks)
         self._tasks, self.rejected = select_usable(config, tasks, causes)
+        self._tasks += variations(self._tasks, config.variations, partial(answer_of, config=config))
         self._by_id = {task.id: task for task in self._tasks}
         self._problem(self._tasks[0])  # limits under which none can be solved are an error at once
         results = [(task.content.get("answer_info") or {}).get("direct") or () for task in self._tasks]
@@ -94,8 +95,10 @@ class DBBench(Environment):
         return DBBenchEpisode(self._problem(task), self.config, seed)
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
-        seed = self.config.generate.seed if self.config.generate else 0
-        return demonstrate(self._problem(task), self.config, generator(seed, "demonstration", task.id))
+        """The gold SQL, and an answer with its rows."""
+        problem = self._problem(task)
+        executed, _ = run_gold(problem, self.config)
+        return replies_of(problem, executed, PROTOCOLS[self.config.protocol])
 
     def reference(self, task: Task) -> str:
         """The gold SQL, and its answer."""

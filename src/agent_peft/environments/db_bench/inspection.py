@@ -18,7 +18,7 @@ from agent_peft.environments.db_bench.episode import (
 )
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
-from agent_peft.environments.db_bench.syntax import in_order_of, respelled, with_ties_broken
+from agent_peft.environments.db_bench.syntax import in_order_of, order_keys, respelled, with_ties_broken
 from agent_peft.environments.db_bench.tasks import SQLProblem, table_md5
 from agent_peft.environments.task_files.replay import replay
 from agent_peft.types import AgentPeftError, Outcome, StepResult, StopReason
@@ -38,6 +38,20 @@ def inspect(problem: SQLProblem, config: DBBenchConfig) -> Inspection:
     except AgentPeftError as error:
         return Inspection(False, False, printable_line(str(error), MAX_CAUSE))
     return Inspection(cause is None, nothing, cause or ("doing nothing passes" if nothing else None))
+
+
+def answer_of(problem: SQLProblem, config: DBBenchConfig) -> tuple[Row, ...] | None:
+    """What the gold SQL gives, whatever answer is stored: the rows of a query, or those of the table after a
+    change. None where they make no task that can be used.
+    """
+    executed, table = run_gold(problem, config)
+    if executed.error is not None:
+        return None
+    if problem.is_change:
+        return table if inspect(problem, config).cause is None else None
+    rows = tuple(shown(executed.rows or ()))
+    order = order_keys(problem.sql, problem.table.headers, len(rows[0])) if rows else None
+    return rows if inspect(replace(problem, direct=rows, order=order), config).cause is None else None
 
 
 def _fault_of_gold(problem: SQLProblem, config: DBBenchConfig) -> str | None:

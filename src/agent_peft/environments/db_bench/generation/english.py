@@ -84,14 +84,22 @@ def ordinal(number: int, words: bool) -> str:
 _ARTICLE = re.compile(r"\ba (?=[aeioAEIO](?!ne\b|u)|u(?!ni[tvq]|s[aeu])|hour|honor)")
 
 
+def with_articles(text: str) -> str:
+    """``an`` in place of ``a`` where it sounds so.
+
+    >>> with_articles("a order with a unit price")
+    'an order with a unit price'
+    """
+    return _ARTICLE.sub("an ", text)
+
+
 def finished(text: str) -> str:
     """Sentences with their capitals, and ``a`` or ``an`` as it sounds.
 
     >>> finished("list the order IDs with a amount of 5. sort by it.")
     'List the order IDs with an amount of 5. Sort by it.'
     """
-    text = _ARTICLE.sub("an ", text)
-    text = re.sub(r"  +", " ", text)
+    text = re.sub(r"  +", " ", with_articles(text))
     text = re.sub(r"(?i)\b((?:can|could) you [^.?]*)\.(?= |$)", r"\1?", text)
     text = re.sub(r"([.?!]) ([a-z])", lambda match: f"{match[1]} {match[2].upper()}", text)
     return text[0].upper() + text[1:]
