@@ -274,7 +274,7 @@ def _move_values(
             # a text that stays must be one of the column's that it is compared with now
             now = moved.get(column) if column else None
             known = now is not None and old in other.values(now)
-            same = source is other and now == (column if column in moved else None)
+            same = source is other and now in (None, column)
             if new[old] == old and node.is_string and not (known or same):
                 raise _Unfit
         node.set("this", new[old])
@@ -320,14 +320,11 @@ def _other_value(
             return old
     if function is not None and function in _FUNCTIONS:
         group = node.find_ancestor(exp.Select)
-        names = (
-            [moved.get(part.name) for part in group.args["group"].expressions]
-            if group and group.args.get("group")
-            else []
-        )
-        if not names or None in names or node.is_string:
+        parts = group.args["group"].expressions if group and group.args.get("group") else ()
+        names = [moved[part.name] for part in parts if part.name in moved]
+        if not names or len(names) < len(parts) or node.is_string:
             return old
-        values = _of_groups(other, [str(name) for name in names], moved[column], _FUNCTIONS[function])
+        values = _of_groups(other, names, moved[column], _FUNCTIONS[function])
     if node.is_string:
         texts = [value for value in values if isinstance(value, str)]
         return rng.choice(texts) if texts else old
@@ -347,8 +344,9 @@ def _of_groups(
     at, j = [source.table.headers.index(name) for name in groups], source.table.headers.index(column)
     values: dict[Row, list[Any]] = defaultdict(list)
     for row in source.table.rows:
-        if isinstance(row[j], int | float) and abs(row[j]) < _LARGE:
-            values[tuple(row[i] for i in at)].append(row[j])
+        value = row[j]
+        if isinstance(value, int | float) and abs(value) < _LARGE:
+            values[tuple(row[i] for i in at)].append(value)
     return [function(group) for group in values.values()]
 
 
