@@ -247,12 +247,15 @@ def policy_config() -> ScratchConfig:
 
 
 @pytest.fixture
-def run_contents(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, bytes]]:
-    """The bytes of every file that the configuration alone decides. Runs in this process wait for each
-    answer, also on a computer so loaded that a thread is a second late: what was late is a file, too.
-    """
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process wait for each answer, also on a computer so loaded that a thread is late."""
     for name in ("PATIENCE", "FIRST_PATIENCE"):
         monkeypatch.setattr(schedule, name, 60.0)
+
+
+@pytest.fixture
+def run_contents(patient: None) -> Callable[[Path], dict[str, bytes]]:
+    """The bytes of every file that the configuration alone decides; what was late is a file, too."""
 
     def contents(folder: Path) -> dict[str, bytes]:
         files = [

@@ -67,7 +67,9 @@ class ForkedProgram:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
+        """And wait, so that a test that fails leaves nothing which fails a later one."""
         self.send_signal(signal.SIGKILL)
+        self.wait(60)
 
 
 def asked(path: str) -> dict[str, Any]:

@@ -209,7 +209,6 @@ def processes(models, token, tmp_path, warm_process) -> Iterator[Callable[..., A
     yield start
     for process, output in started:
         process.kill()
-        process.wait(30)
         output.close()
 
 
@@ -575,7 +574,6 @@ def test_a_server_that_is_started_again_gets_its_adapter_again(processes, learne
 
     def restart():
         process.kill()
-        process.wait(30)
         processes(port=int(url.rpartition(":")[2]))
 
     talks[0].pause = lambda: restart() if len(talks[0].actions) == 1 else None
@@ -669,7 +667,6 @@ def test_a_trainer_that_is_killed_leaves_no_vllm(vllm, models, warm_process, tmp
     program = int((tmp_path / "program").read_text())
     assert lives(program)
     trainer.kill()
-    trainer.wait(30)
     wait_until(lambda: not lives(program))
 
 

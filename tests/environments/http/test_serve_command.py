@@ -83,7 +83,7 @@ def train(settings):
 
 
 @pytest.mark.slow
-def test_a_process_that_serves(served):
+def test_a_process_that_serves(served, patient):
     process, told = served
     line = told.read_text()
     url, docs = re.findall(r"http://[\d.:]+[a-z/]*", line)
