@@ -159,6 +159,17 @@ def test_odd_tables():
         assert inspect(read_entry(task.id, task.content), CONFIG).cause is None
 
 
+def test_a_table_is_named_whole_where_a_column_is_a_part_of_its_name():
+    columns = [{"name": name, "type": "TEXT"} for name in ("Genre", "Movie", "Seat")]
+    rows = [[("drama", "comedy")[i % 2], f"M{i}", f"S{i}"] for i in range(9)]
+    question = "Set the Genre to 'drama' where the Movie is 'M3' in the 'Movie Genre List' table."
+    update = "UPDATE `Movie Genre List` SET Genre = 'drama' WHERE Movie = 'M3'"
+    tasks = made_of(9, odd=entry(question, update, None, "Movie Genre List", columns, rows))
+    assert any("the Seat is" in task.content["instruction"] for task in tasks)
+    for task in tasks:
+        assert "'Movie Genre List' table" in task.content["instruction"]
+
+
 def test_the_same_tasks_give_the_same_variations():
     first, again = made_of(10, sales=SALES, orders=ORDERS), made_of(10, sales=SALES, orders=ORDERS)
     assert first == again

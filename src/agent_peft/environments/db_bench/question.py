@@ -36,6 +36,10 @@ class Question:
         """
         return self._replace(_phrase(old), partial(_like, old=old, new=new))
 
+    def keep(self, name: str, new: str) -> None:
+        """Replace a name as it is written, before parts of it are replaced."""
+        self._replace(re.compile(rf"(?<!\w){re.escape(name)}(?!\w)"), lambda _: new)
+
     def move_table(self, old: str, new: str) -> None:
         """Replace a table's name, and the noun at its end."""
         self._replace(_phrase(old), lambda words: new if "_" in words else new.replace("_", " "))

@@ -174,6 +174,8 @@ def _varied(source: _Source, other: _Source, rng: random.Random) -> tuple[str, s
     """A question, its statement and its table; the rows are those of ``other``."""
     moved = _moved_columns(source, other, rng)
     tree, question = source.tree.copy(), Question(source.problem.instruction)
+    if " " in source.table.name:  # a column's name may be a part of it
+        question.keep(source.table.name, other.table.name)
     _turn(tree, question, rng)
     names = moved | _moved_aliases(tree, moved, other.table.headers)
     # longer names first: total_price has price in it
