@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agent_peft.environments import ENVIRONMENTS, load_environment, named_class
-from agent_peft.environments.base import Inspection
 from agent_peft.environments.conformance import violations_of
 from agent_peft.environments.contract import MAX_CHECKED_TASKS, configured
 from agent_peft.environments.task_files.replay import inspect
@@ -35,8 +34,7 @@ def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
     environment, violations = named_class(kind), []
     if environment.task_files.inspect is not None:
         config = configured(environment.config_class, {"kind": kind, **keys})
-        inspections = environment.task_files.inspect(config)
-        inspected = list(_up_to(getattr(config, "limit", None), inspections))
+        inspected = list(environment.task_files.inspect(config))
     else:
         loaded = load_environment(kind, **keys)
         try:
@@ -65,18 +63,6 @@ def download_tasks(kind: str, folder: Path | str) -> Sequence[Path]:
     """Download the published tasks of an environment into ``folder``. Return the files."""
     files: Sequence[Path] = _operation(kind, "download")(Path(folder))
     return files
-
-
-def _up_to(
-    limit: int | None, inspections: Iterable[tuple[str, Inspection]]
-) -> Iterator[tuple[str, Inspection]]:
-    """The inspections up to the ``limit``-th usable task."""
-    usable = 0
-    for name, inspection in inspections:
-        yield name, inspection
-        usable += inspection.cause is None
-        if usable == limit:
-            return
 
 
 def _operation(kind: str, name: str) -> Any:

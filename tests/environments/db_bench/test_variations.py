@@ -13,6 +13,7 @@ from agent_peft.environments.db_bench.inspection import answer_of, inspect
 from agent_peft.environments.db_bench.syntax import parse_sql
 from agent_peft.environments.db_bench.tasks import load_tasks, read_entry, task_of
 from agent_peft.environments.db_bench.variations import variations
+from agent_peft.environments.task_commands import validate_tasks
 
 COLUMNS = [
     {"name": "ticket_id", "type": "INT"},
@@ -192,6 +193,9 @@ def test_they_follow_the_tasks_of_the_file(tmp_path):
         assert len(environment.tasks) == 8
         assert all(environment.demonstration(task) for task in environment.tasks)
         assert environment.tasks[2:] == variations(environment.tasks[:2], 6, ANSWER_OF)
+    found = validate_tasks("db_bench", tasks=path, variations=6)
+    assert (found["tasks"], found["gold_correct"], found["rejected"]) == (8, 8, [])
+    assert validate_tasks("db_bench", tasks=path, variations=6, limit=1)["tasks"] == 7
 
 
 def test_generated_tasks_have_none():

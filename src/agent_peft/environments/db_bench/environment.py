@@ -25,7 +25,7 @@ from agent_peft.environments.db_bench.tasks import (
 )
 from agent_peft.environments.db_bench.variations import variations
 from agent_peft.environments.task_files.download import HubSet, download
-from agent_peft.environments.task_files.selection import load_selected, select_usable
+from agent_peft.environments.task_files.selection import load_selected, select_usable, up_to_limit
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,20 @@ def _load(config: DBBenchConfig) -> Sequence[Task]:
 
 
 def _inspect(config: DBBenchConfig) -> Iterator[tuple[str, Inspection]]:
-    for task in _load(config):
-        yield task.id, inspect(read_entry(task.id, task.content), config)
+    def inspections(tasks: Sequence[Task]) -> Iterator[tuple[Task, Inspection]]:
+        return ((task, inspect(read_entry(task.id, task.content), config)) for task in tasks)
+
+    usable: list[Task] = []
+    for task, inspection in up_to_limit(config, inspections(_load(config))):
+        yield task.id, inspection
+        if inspection.cause is None:
+            usable.append(task)
+    for task, inspection in inspections(_variations(usable, config)):
+        yield task.id, inspection
+
+
+def _variations(tasks: Sequence[Task], config: DBBenchConfig) -> tuple[Task, ...]:
+    return variations(tasks, config.variations, partial(answer_of, config=config))
 
 
 class DBBench(Environment):
@@ -67,7 +79,7 @@ class DBBench(Environment):
         known_good = config.generate is not None and config.database == "sqlite"
         causes = repeat(None) if known_good else self._causes(tasks)
         self._tasks, self.rejected = select_usable(config, tasks, causes)
-        self._tasks += variations(self._tasks, config.variations, partial(answer_of, config=config))
+        self._tasks += _variations(self._tasks, config)
         self._by_id = {task.id: task for task in self._tasks}
         self._problem(self._tasks[0])  # limits under which none can be solved are an error at once
         results = [(task.content.get("answer_info") or {}).get("direct") or () for task in self._tasks]

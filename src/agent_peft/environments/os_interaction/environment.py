@@ -14,7 +14,7 @@ from agent_peft.environments.os_interaction.inspection import inspect_all
 from agent_peft.environments.os_interaction.problems import Matches
 from agent_peft.environments.os_interaction.tasks import load_tasks, read_problem, task_of
 from agent_peft.environments.task_files.download import HubSet, download
-from agent_peft.environments.task_files.selection import load_selected, select_usable
+from agent_peft.environments.task_files.selection import load_selected, select_usable, up_to_limit
 from agent_peft.sandbox.build import missing
 from agent_peft.types import AgentPeftError, Task
 
@@ -37,7 +37,8 @@ def _load(config: OSInteractionConfig) -> Sequence[Task]:
 
 def _inspect(config: OSInteractionConfig) -> Iterator[tuple[str, Inspection]]:
     tasks = _load(config)
-    return zip((task.id for task in tasks), inspect_all(tasks, config), strict=True)
+    replayed = zip(tasks, _replays(config, tasks), strict=True)
+    return ((task.id, inspection) for task, inspection in up_to_limit(config, replayed))
 
 
 class OSInteraction(Environment):
@@ -50,7 +51,8 @@ class OSInteraction(Environment):
         self.config: OSInteractionConfig = config
         tasks = _load(config)
         replays = config.replay if config.replay is not None else config.tasks is not None
-        causes = _causes_of_replays(config, tasks) if replays else map(_cause_of_reading, tasks)
+        replayed = (inspection.cause for inspection in _replays(config, tasks))
+        causes = replayed if replays else map(_cause_of_reading, tasks)
         self._tasks, self.rejected = select_usable(config, tasks, causes)
         self._warned = False
 
@@ -90,12 +92,11 @@ class OSInteraction(Environment):
             )
 
 
-def _causes_of_replays(config: OSInteractionConfig, tasks: Sequence[Task]) -> Iterator[str | None]:
+def _replays(config: OSInteractionConfig, tasks: Sequence[Task]) -> Iterator[Inspection]:
     """Replay tasks, as many at once as a limit asks for, and not all of them."""
     step = max(config.limit or len(tasks), config.replay_threads)
     for begin in range(0, len(tasks), step):
-        for inspection in inspect_all(tasks[begin : begin + step], config):
-            yield inspection.cause
+        yield from inspect_all(tasks[begin : begin + step], config)
 
 
 def _cause_of_reading(task: Task) -> str | None:

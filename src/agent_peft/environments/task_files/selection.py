@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments.base import Environment, EnvironmentConfig, Inspection
 from agent_peft.environments.digests import shared_ids
 from agent_peft.environments.task_files.split import Limit, Portion, Split, check_split_of_file
 from agent_peft.lookup import nearest
@@ -137,6 +137,18 @@ def select_usable(
             "; ".join(causes_shown + ellipsis),
         )
     return tuple(usable), tuple(rejected)
+
+
+def up_to_limit(
+    config: TaskSourceConfig, inspections: Iterable[tuple[Task, Inspection]]
+) -> Iterator[tuple[Task, Inspection]]:
+    """The inspections up to the ``config.limit``-th usable task."""
+    usable = 0
+    for task, inspection in inspections:
+        yield task, inspection
+        usable += inspection.cause is None
+        if usable == config.limit:
+            return
 
 
 def _source(config: TaskSourceConfig) -> str:
