@@ -79,7 +79,9 @@ class DBBench(Environment):
         known_good = config.generate is not None and config.database == "sqlite"
         causes = repeat(None) if known_good else self._causes(tasks)
         self._tasks, self.rejected = select_usable(config, tasks, causes)
-        self._tasks += _variations(self._tasks, config)
+        made = _variations(self._tasks, config)  # each was replayed when it was made
+        self._problems.update((task.id, read_entry(task.id, task.content)) for task in made)
+        self._tasks += made
         self._by_id = {task.id: task for task in self._tasks}
         self._problem(self._tasks[0])  # limits under which none can be solved are an error at once
         results = [(task.content.get("answer_info") or {}).get("direct") or () for task in self._tasks]
