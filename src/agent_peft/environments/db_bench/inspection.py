@@ -25,6 +25,7 @@ from agent_peft.types import AgentPeftError, Outcome, StepResult, StopReason
 
 MAX_CAUSE = 400  # characters: statements and names of strangers are quoted
 DO_NOTHING = ("done", "")  # answers
+MOST_ROWS = 12  # of an answer that is not stored
 
 
 def inspect(problem: SQLProblem, config: DBBenchConfig) -> Inspection:
@@ -42,15 +43,18 @@ def inspect(problem: SQLProblem, config: DBBenchConfig) -> Inspection:
 
 def answer_of(problem: SQLProblem, config: DBBenchConfig) -> tuple[Row, ...] | None:
     """What the gold SQL gives, whatever answer is stored: the rows of a query, or those of the table after a
-    change. None where they make no task that can be used.
+    change. None where they make no task that can be used, or the answer of a query has no row, more than
+    `MOST_ROWS` or nothing in its first one.
     """
     executed, table = run_gold(problem, config)
     if executed.error is not None:
         return None
     if problem.is_change:
-        return table if inspect(problem, config).cause is None else None
+        return table if table and inspect(problem, config).cause is None else None
     rows = tuple(shown(executed.rows or ()))
-    order = order_keys(problem.sql, problem.table.headers, len(rows[0])) if rows else None
+    if not 0 < len(rows) <= MOST_ROWS or all(cell is None for cell in rows[0]):
+        return None
+    order = order_keys(problem.sql, problem.table.headers, len(rows[0]))
     return rows if inspect(replace(problem, direct=rows, order=order), config).cause is None else None
 
 

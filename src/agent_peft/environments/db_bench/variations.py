@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from sqlglot import exp
@@ -29,7 +29,6 @@ from agent_peft.types import Task
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 12  # of an answer
 _TRIES = 60  # of a task, for each variation
 _ELSEWHERE = 40  # of them, in which another table may be taken
 _OWN_TABLE = 0.1  # how often one of these stays in its own table
@@ -55,13 +54,12 @@ def variations(
     while originals and len(made) < number:
         for name in list(originals)[: number - len(made)]:
             rng = generator(0, "db_bench", "variation", name, turn)
-            for entry in _tries(originals[name], list(originals.values()), rng, answer_of):
-                if entry["instruction"] not in texts:
-                    texts.add(entry["instruction"])
-                    made[f"{name}~{turn}"] = task_of(f"{name}~{turn}", entry)
-                    break
-            else:
+            entry = _new_entry(originals[name], list(originals.values()), rng, texts, answer_of)
+            if entry is None:
                 del originals[name]
+            else:
+                texts.add(entry["instruction"])
+                made[f"{name}~{turn}"] = task_of(f"{name}~{turn}", entry)
         turn += 1
     if len(made) < number:
         logger.warning(
@@ -79,25 +77,27 @@ def _original(problem: SQLProblem) -> Original | None:
     return None if aliases & set(problem.table.headers) else Original(problem, tree)
 
 
-def _tries(
+def _new_entry(
     original: Original,
     tables: Sequence[Original],
     rng: random.Random,
+    texts: Container[str],
     answer_of: Callable[[SQLProblem], tuple[Row, ...] | None],
-) -> Iterator[dict[str, Any]]:
+) -> dict[str, Any] | None:
+    """A variation of ``original`` whose question is not in ``texts``."""
     for number in range(_TRIES):
         elsewhere = number < _ELSEWHERE and rng.random() >= _OWN_TABLE
         try:
             instruction, sql, table = _varied(original, rng.choice(tables) if elsewhere else original, rng)
         except (Unfit, RecursionError):  # or it is nested too deeply
             continue
+        if instruction in texts:
+            continue
         asks = original.problem.direct is not None
         answer = answer_of(SQLProblem(instruction, table, sql, () if asks else None, None, None))
-        if not answer or (
-            asks and not (len(answer) <= MOST_ROWS and any(cell is not None for cell in answer[0]))
-        ):
+        if answer is None:
             continue
-        yield {
+        return {
             "instruction": instruction,
             "skill_list": list(skills_of(sql)),
             "table_info": {
@@ -111,6 +111,7 @@ def _tries(
                 "md5": None,
             },
         }
+    return None
 
 
 def _varied(original: Original, other: Original, rng: random.Random) -> tuple[str, str, Table]:
