@@ -198,24 +198,24 @@ def speed_sentence() -> str:
 # -- real_db_bench.py ----------------------------------------------------------------------------------------
 
 
-REAL_SEEDS = (2,)
+REAL_SEEDS = (0, 1, 2)
 
 
 def real_sentence() -> str:
-    """Of the seeds that ran in one setting."""
+    """Each seed, since they did not run in one precision."""
     known = read("real_db_bench")
 
     def solved(name: str, step: str) -> str:
         successes = [known[f"{name}, seed {seed}"][step]["success"] for seed in REAL_SEEDS]
         assert {success["tasks"] for success in successes} == {97}
-        return " and ".join(f"{100 * success['value']:.1f}" for success in successes)
+        *others, last = (f"{100 * success['value']:.1f}" for success in successes)
+        return f"{', '.join(others)} and {last}"
 
-    seeds = f"{len(REAL_SEEDS)} seeds" if len(REAL_SEEDS) > 1 else "one seed"
     return (
         "Of 97 real tasks of LifelongAgentBench that it never saw, SmolLM2-135M solves "
         f"{solved('generated', 'step 110')} % after {110 * 16:,} generated demonstrations, and "
         f"{solved('variations', 'step 74')} % after 286 other real "
-        f"tasks and 900 variations of them as well ({seeds})."
+        f"tasks and 900 variations of them as well ({len(REAL_SEEDS)} seeds)."
     )
 
 

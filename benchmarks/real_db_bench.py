@@ -135,7 +135,6 @@ def evaluate_run(run: Path, keys: Mapping[str, Any], at: Sequence[int], output: 
     limits = {"max_new_tokens": MAX_NEW_TOKENS, "max_tokens": MAX_TOKENS}
     sampling = SamplingConfig(temperature=0.0, **limits, stop=config.stages[-1].sampling.stop)
     evaluation = EvaluationConfig(environment=_environment(config, keys), sampling=sampling)
-    known = json.loads(output.read_text()) if output.exists() else {}
     reports: dict[str, EvaluationReport] = {}
     content: dict[str, Any] = {}
     with closing(load_environment(evaluation.environment)) as environment:
@@ -146,7 +145,8 @@ def evaluate_run(run: Path, keys: Mapping[str, Any], at: Sequence[int], output: 
             report = reports[name] = evaluate(sampler, environment, evaluation, config.seed)
             classes = {key: asdict(rate) for key, rate in class_rates(report).items()}
             content[name] = {**report.to_json(), "ends": ends(report), "by_class": classes}
-            # a long evaluation leaves what is done if it is interrupted
+            # a long evaluation leaves what is done if it is interrupted, and others may have written
+            known = json.loads(output.read_text()) if output.exists() else {}
             output.write_text(json.dumps({**known, entry: content}, indent=1) + "\n")
             one = {name: report}
             show(f"{name}: {report.summary}", class_table(one), end_table(one))
