@@ -16,6 +16,8 @@ from typing import Any
 
 from measuring import ROOT, command_line, read
 
+from agent_peft.rollout.intervals import sign_flip_p
+
 PICTURES = ROOT / "docs" / "pictures"
 # what README says of a configuration, next to its figures
 AGENTS = {
@@ -219,6 +221,58 @@ def real_sentence() -> str:
     )
 
 
+REAL_STAGES = {
+    "generated": "generated",
+    "real": "generated and real",
+    "variations": "generated, real and variations",
+}
+
+
+def real_report(stage: str, seed: int) -> dict[str, Any]:
+    (report,) = read("real_db_bench")[f"{stage}, seed {seed}"].values()
+    return report
+
+
+def real_rate(report: Mapping[str, Any], name: str) -> str:
+    rate = report["by_class"].get(name) or report["by_class"][f"  {name}"]
+    return percent([rate[key] for key in ("value", "low", "high")])
+
+
+def real_table() -> str:
+    ends = ("other rows", "refused at last", "other change")
+    rows = []
+    for seed in REAL_SEEDS:
+        for stage, words in REAL_STAGES.items():
+            report = real_report(stage, seed)
+            shares = [f"{100 * report['ends'][end] / report['success']['tasks']:.1f} %" for end in ends]
+            rates = [real_rate(report, name) for name in ("all", "SELECT", "change")]
+            rows.append([str(seed), words, *rates, *shares])
+    return table(("seed", "demonstrations", "all, 97", "SELECT, 69", "change, 28", *ends), rows)
+
+
+def real_gains() -> str:
+    """Pairs of stages: the points of each seed, and the test of each task's sum over the seeds."""
+    rows = []
+    for before, after in (("generated", "real"), ("real", "variations"), ("generated", "variations")):
+        seeds = []
+        for seed in REAL_SEEDS:
+            old, new = (real_report(stage, seed)["outcomes"] for stage in (before, after))
+            seeds.append([(new[task] == ["correct"]) - (old[task] == ["correct"]) for task in old])
+        points = ", ".join(f"{100 * sum(one) / len(one):+.1f}" for one in seeds)
+        counts = [str(sum(change == sign for one in seeds for change in one)) for sign in (1, -1)]
+        p = sign_flip_p([sum(task) for task in zip(*seeds, strict=True)])
+        rows.append([f"{REAL_STAGES[after]}, after {REAL_STAGES[before]}", points, *counts, f"{p:.1g}"])
+    return table(("", "points, each seed", "won", "lost", "p"), rows)
+
+
+def real_classes() -> str:
+    reports = [real_report("variations", seed) for seed in REAL_SEEDS]
+    names = [name.strip() for name in reports[0]["by_class"] if name.startswith(("  ", "SELECT with"))]
+    counts = {name.strip(): str(rate["tasks"]) for name, rate in reports[0]["by_class"].items()}
+    rows = [[name, counts[name], *(real_rate(report, name) for report in reports)] for name in names]
+    return table(("with variations", "tasks", *(f"seed {seed}" for seed in REAL_SEEDS)), rows)
+
+
 # -- the pages -----------------------------------------------------------------------------------------------
 
 
@@ -240,7 +294,7 @@ def results() -> list[str]:
         seed_table(*arithmetic),
         seed_table(*shell),
     ]
-    return [*tables, trl_table(), *commands]
+    return [*tables, trl_table(), real_table(), real_gains(), real_classes(), *commands]
 
 
 def flat(text: str) -> str:

@@ -67,7 +67,7 @@ class ForkedProgram:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """And wait, so that a test that fails leaves nothing which fails a later one."""
+        """End it and wait, so that the socket of a test that fails does not fail a later one."""
         self.send_signal(signal.SIGKILL)
         self.wait(60)
 

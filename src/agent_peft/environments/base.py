@@ -121,8 +121,8 @@ class TaskFiles:
     # it takes the keys of ``generate_config`` as arguments, and returns the entries of a file by their ids
     generate: Callable[..., Mapping[str, Mapping[str, Any]]] | None = None
     generate_config: type[Config] = Config
-    # its argument is the environment's configuration; it yields each task's id with its inspection. None
-    # replays the demonstrations of the loaded environment
+    # its argument is the environment's configuration; it yields each task's id with its inspection, up to
+    # the configuration's limit. None replays the demonstrations of the loaded environment
     inspect: Callable[[Any], Iterable[tuple[str, Inspection]]] | None = None
     download: Callable[[Path], Sequence[Path]] | None = None  # writes into a folder; returns the files
 
